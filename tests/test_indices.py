@@ -1,0 +1,222 @@
+"""Every implementation against the stored cases, the reference and the installed transformers."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import vitkit
+from vitkit import Geometry
+from vitkit.indices import IMPLEMENTATIONS
+
+CASES = json.loads((Path(__file__).parent / "cases.json").read_text())
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # without a GPU, conftest has Triton's interpreter on
+IMPLS = list(IMPLEMENTATIONS["rot_pos_ids"])
+FAST = [i for i in IMPLS if i != "reference"]
+QWEN = Geometry.qwen2_5_vl()
+
+
+def same(actual, expected):
+    expected = torch.as_tensor(expected, dtype=torch.int32, device=actual.device).reshape(actual.shape)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    assert actual.is_contiguous()
+
+
+def equals_reference(grid, geometry, impl, device=DEVICE):
+    for order in ("image", "window"):
+        ids = vitkit.rot_pos_ids(grid, geometry, impl="reference", order=order)
+        same(vitkit.rot_pos_ids(grid, geometry, impl=impl, order=order, device=device), ids)
+    ours = vitkit.window_index(grid, geometry, impl=impl, device=device)
+    plain = vitkit.window_index(grid, geometry, impl="reference")
+    for name in ("index", "reverse", "cu_seqlens"):
+        same(getattr(ours, name), getattr(plain, name))
+    frames = vitkit.cu_seqlens(grid, geometry, impl=impl, device=device)
+    same(frames.cu_seqlens, vitkit.cu_seqlens(grid, geometry, impl="reference").cu_seqlens)
+    for segments in (ours, frames):  # the host's closed forms agree with what lies on the device
+        assert segments.seqlens == segments.cu_seqlens.diff().tolist()
+        assert segments.max_seqlen == max(segments.seqlens, default=0)
+
+
+@pytest.mark.parametrize("impl", [*IMPLS, "auto"])
+@pytest.mark.parametrize("case", [*CASES["cases"], {"name": "empty", **CASES["empty"]}], ids=lambda c: c["name"])
+def test_stored_cases(case, impl):
+    grid, expected = case["grid_thw"], case["expected"]
+    same(vitkit.rot_pos_ids(grid, QWEN, impl=impl, device=DEVICE), expected["rot_pos_ids"])
+    windows = vitkit.window_index(grid, QWEN, impl=impl, device=DEVICE)
+    same(windows.index, expected["window_index"])
+    same(windows.reverse, expected["reverse_index"])
+    same(windows.cu_seqlens, expected["cu_window_seqlens"])
+    frames = vitkit.cu_seqlens(grid, QWEN, impl=impl, device=DEVICE)
+    same(frames.cu_seqlens, expected["cu_seqlens"])
+    assert windows.max_seqlen == expected["max_window_seqlen"] and frames.max_seqlen == expected["max_seqlen"]
+    equals_reference(grid, Geometry.qwen2_vl(), impl)
+
+
+@pytest.mark.parametrize("op", [vitkit.rot_pos_ids, vitkit.window_index, vitkit.cu_seqlens])
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("bad", CASES["errors"], ids=lambda e: e["why"])
+def test_stored_errors(op, impl, bad):
+    with pytest.raises(ValueError, match="grid_thw"):
+        op(bad["grid_thw"], QWEN, impl=impl, device=DEVICE)
+
+
+def test_stored_workloads():
+    for work in CASES["workloads"]:
+        for impl in set(FAST) - ({"triton"} if DEVICE == "cpu" else set()):  # too large for the interpreter
+            equals_reference(work["grid_thw"], QWEN, impl)
+
+
+@st.composite
+def batches(draw):
+    m = draw(st.sampled_from([1, 2, 2, 2, 3]))
+    window = draw(st.sampled_from([None, 1, 2, 3, 4, 4, 4, 7]))
+    geometry = Geometry(spatial_merge_size=m, window_size=window and window * m * 14)
+    side = st.integers(1, 13).map(lambda n: n * m)
+    return draw(st.lists(st.tuples(st.integers(1, 4), side, side), max_size=6)), geometry
+
+
+@pytest.mark.parametrize("impl", ["torch", "numba"])
+@settings(max_examples=150, deadline=None)
+@given(batch=batches())
+def test_random_batches_equal_the_reference(impl, batch):
+    equals_reference(*batch, impl)
+
+
+@settings(max_examples=25, deadline=None)
+@given(batch=batches())
+def test_random_batches_equal_the_reference_triton(batch):
+    equals_reference(*batch, "triton")
+
+
+@settings(max_examples=80, deadline=None)
+@given(batch=batches())
+def test_the_reference_equals_transformers(batch):
+    vision = pytest.importorskip("transformers.vision_utils")
+    grid, geometry = batch
+    if not grid:
+        return
+    table, m = torch.tensor(grid), geometry.spatial_merge_size
+    same(vitkit.rot_pos_ids(grid, geometry, impl="reference"), vision.get_vision_position_ids(table, m))
+    same(vitkit.cu_seqlens(grid, geometry, impl="reference").cu_seqlens, vision.get_vision_cu_seqlens(table))
+    if geometry.window:
+        index, cu = vision.get_vision_window_index(table, m, geometry.window_size, geometry.patch_size)
+        ours = vitkit.window_index(grid, geometry, impl="reference")
+        same(ours.index, index)
+        same(ours.cu_seqlens, cu)
+        ids = vision.get_vision_position_ids(table, m).reshape(-1, m * m, 2)[index].reshape(-1, 2)
+        same(vitkit.rot_pos_ids(grid, geometry, impl="reference", order="window"), ids)
+
+
+@pytest.mark.parametrize("impl", FAST)
+@settings(max_examples=10, deadline=None)
+@given(batch=batches())
+def test_properties(impl, batch):
+    grid, geometry = batch
+    m = geometry.spatial_merge_size
+    windows = vitkit.window_index(grid, geometry, impl=impl, device=DEVICE)
+    units = sum(t * h * w for t, h, w in grid) // m**2
+    assert sorted(windows.index.tolist()) == list(range(units))
+    assert (windows.index[windows.reverse.long()].cpu() == torch.arange(units)).all()
+    assert (windows.cu_seqlens.diff() > 0).all() and windows.cu_seqlens[-1] == units * m**2
+    # A batch is the concatenation of its items, and t frames are t copies.
+    items = [vitkit.window_index([(1, h, w)], geometry, impl=impl).index for t, h, w in grid for _ in range(t)]
+    shifts = np.cumsum([0] + [len(i) for i in items])
+    whole = [i + int(s) for i, s in zip(items, shifts)]
+    same(windows.index, torch.cat([torch.empty(0, dtype=torch.int32), *whole]))
+    ids = [vitkit.rot_pos_ids([(1, h, w)], geometry, impl=impl) for t, h, w in grid for _ in range(t)]
+    same(vitkit.rot_pos_ids(grid, geometry, impl=impl, device=DEVICE), torch.cat([torch.empty(0, 2), *ids]).int())
+
+
+@pytest.mark.parametrize("impl", FAST)
+def test_300_images_in_one_batch(impl):
+    rng = np.random.default_rng(0)
+    grid = np.stack([rng.integers(1, 3, 300), rng.integers(1, 7, 300) * 2, rng.integers(1, 7, 300) * 2], axis=1)
+    equals_reference(grid, QWEN, impl)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize(
+    "grid",
+    [((2, 6, 10),), np.array([[2, 6, 10]], dtype=np.int32), torch.tensor([[2, 6, 10]]), [[np.int64(2), 6, 10]]],
+    ids=lambda g: type(g).__name__,
+)
+def test_forms_of_the_grid(impl, grid):
+    equals_reference(grid, QWEN, impl)
+
+
+@pytest.mark.parametrize("impl", FAST)
+def test_every_entry_is_written(impl, monkeypatch):
+    """Memory fresh from torch.empty is poisoned: an entry that is not written shows."""
+    empty = torch.empty
+
+    def poisoned(*args, **kwargs):
+        return empty(*args, **kwargs).fill_(-7)
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+    equals_reference([(2, 6, 10), (1, 2, 34), (1, 8, 8)], QWEN, impl)
+
+
+def test_outputs_are_new_and_may_be_changed():
+    first = vitkit.window_index([[2, 6, 10]], QWEN)
+    first.index.zero_()
+    first.cu_seqlens.zero_()
+    equals_reference([[2, 6, 10]], QWEN, "auto")
+    same(first.reverse, vitkit.window_index([[2, 6, 10]], QWEN, impl="reference").reverse)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"impl": "cuda"}, "impl='cuda'.*'reference', 'torch', 'numba', 'triton', 'auto'"),
+        ({"impl": None}, "impl=None"),
+        ({"device": "gpu7"}, "device='gpu7'"),
+        ({"device": "cuda:99"}, "device='cuda:99'"),
+        ({"order": "raster"}, "order='raster'.*'image' or 'window'"),
+    ],
+)
+def test_bad_arguments_are_named(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        vitkit.rot_pos_ids([[1, 8, 8]], QWEN, **kwargs)
+
+
+def test_a_missing_package_is_named_and_auto_does_without(monkeypatch):
+    import vitkit.indices
+
+    monkeypatch.setattr(vitkit.indices, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="numba is not installed; 'torch'"):
+        vitkit.rot_pos_ids([[1, 8, 8]], QWEN, impl="numba")
+    equals_reference([[2, 6, 10]], QWEN, "auto")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("impl", ["torch", "numba", "triton", "auto"])
+def test_on_a_gpu_nothing_waits(impl):
+    grid = [[10, 36, 36], [1, 6, 10]] * 5
+    for call in (vitkit.rot_pos_ids, vitkit.window_index, vitkit.cu_seqlens):
+        call(grid, QWEN, impl=impl, device="cuda")  # compile first
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            call(grid, QWEN, impl=impl, device="cuda")
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("impl", FAST)
+def test_on_a_gpu_many_images_and_pinned_buffers_are_not_overwritten(impl):
+    rng = np.random.default_rng(1)
+    grids = [
+        np.stack([rng.integers(1, 4, n), rng.integers(1, 20, n) * 2, rng.integers(1, 20, n) * 2], axis=1)
+        for n in rng.integers(1, 60, 100)
+    ]
+    wait = torch.cuda._sleep if hasattr(torch.cuda, "_sleep") else lambda n: None
+    wait(200_000_000)  # the copies queue up behind this
+    ours = [vitkit.window_index(g, QWEN, impl=impl, device="cuda") for g in grids]
+    for g, o in zip(grids, ours):
+        same(o.index, vitkit.window_index(g, QWEN, impl="reference").index)
+    equals_reference(np.tile([[1, 8, 6]], (10_000, 1)), QWEN, impl)

@@ -1,0 +1,17 @@
+"""vitkit: the small operations around attention in the vision encoders of Qwen2-VL and Qwen2.5-VL."""
+
+from .geometry import Geometry
+from .indices import CuSeqlens, WindowIndex, cu_seqlens, rot_pos_ids, window_index
+from .rotary import apply_rotary_qk, apply_rotary_qkv_, rotary_cos_sin
+
+__all__ = [
+    "CuSeqlens",
+    "Geometry",
+    "WindowIndex",
+    "apply_rotary_qk",
+    "apply_rotary_qkv_",
+    "cu_seqlens",
+    "rot_pos_ids",
+    "rotary_cos_sin",
+    "window_index",
+]

@@ -1,0 +1,160 @@
+"""The shape of a vision tower, the checks on `grid_thw`, and every count by closed form.
+
+`grid_thw` holds one row (t, h, w) an image or clip, in patches. It stays on the CPU: reading it back from a GPU
+would make the host wait for everything queued there.
+"""
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+
+MAX_PATCHES = 2**31  # offsets are int32
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What the index tensors and the rotary embedding need to know of a vision tower.
+
+    patch_size, window_size: pixels; window_size is None where the tower has no window attention.
+    spatial_merge_size: m; m x m patches become one merged unit, and h and w are multiples of m.
+    num_heads, head_dim: of the attention; head_dim is a multiple of 4 (half of it rotates by row, half by column).
+    rope_theta: the base of the rotary frequencies.
+    """
+
+    patch_size: int = 14
+    spatial_merge_size: int = 2
+    window_size: int | None = 112
+    num_heads: int = 16
+    head_dim: int = 80
+    rope_theta: float = 10000.0
+
+    def __post_init__(self):
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name == "rope_theta":
+                if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+                    raise ValueError(f"rope_theta={value!r}: a finite number above 0 is allowed")
+            elif not (field.name == "window_size" and value is None) and not (_is_int(value) and value >= 1):
+                raise ValueError(f"{field.name}={value!r}: an integer of at least 1 is allowed")
+        if self.head_dim % 4:
+            raise ValueError(f"head_dim={self.head_dim}: a multiple of 4 is allowed (rows and columns share it)")
+        if self.window_size is not None and self.window < 1:
+            least = self.patch_size * self.spatial_merge_size
+            raise ValueError(f"window_size={self.window_size}: at least one merged unit, {least} pixels, is allowed")
+
+    @property
+    def window(self) -> int:
+        """Side of a window in merged units; 0 where the tower has no windows."""
+        return self.window_size // self.spatial_merge_size // self.patch_size if self.window_size else 0
+
+    @classmethod
+    def qwen2_vl(cls) -> "Geometry":
+        return cls(window_size=None)
+
+    @classmethod
+    def qwen2_5_vl(cls) -> "Geometry":
+        return cls()
+
+    @classmethod
+    def qwen3_vl(cls) -> "Geometry":
+        return cls(patch_size=16, window_size=None, head_dim=72)
+
+    @classmethod
+    def from_config(cls, config) -> "Geometry":
+        """From a transformers vision config. Qwen2-VL calls its width `embed_dim`, the others `hidden_size`
+        (which in Qwen2-VL is the width of the language model)."""
+        width = config.embed_dim if hasattr(config, "embed_dim") else config.hidden_size
+        return cls(
+            patch_size=config.patch_size,
+            spatial_merge_size=config.spatial_merge_size,
+            window_size=getattr(config, "window_size", None),
+            num_heads=config.num_heads,
+            head_dim=width // config.num_heads,
+            rope_theta=float((getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10000.0)),
+        )
+
+
+def _is_int(value) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def _rows(grid_thw) -> list:
+    """The rows as plain Python objects, without a check of what is in them."""
+    if isinstance(grid_thw, torch.Tensor):
+        if grid_thw.device.type != "cpu":
+            raise ValueError(
+                f"grid_thw is a tensor on {grid_thw.device}; keep it on the CPU (a list, a numpy array or a CPU "
+                "tensor): reading it back would make the host wait for everything queued on the device"
+            )
+        return grid_thw.tolist()
+    if isinstance(grid_thw, np.ndarray):
+        return grid_thw.tolist()
+    if isinstance(grid_thw, (list, tuple)):
+        return grid_thw
+    raise ValueError(f"grid_thw={grid_thw!r}: a list of [t, h, w], a numpy array or a CPU tensor is allowed")
+
+
+def check_grid_thw(grid_thw, geometry: Geometry) -> list[tuple[int, int, int]]:
+    """`grid_thw`, (G, 3) in patches, as a list of tuples of plain ints; ValueError if any row is not allowed.
+
+    Allowed: integers (no bool, no float), t, h, w >= 1, h and w multiples of `spatial_merge_size`, and fewer than
+    2^31 patches altogether. An empty list is legal. The error names the row, its value and what is allowed.
+    """
+    if not isinstance(geometry, Geometry):
+        raise ValueError(f"geometry={geometry!r}: a vitkit.Geometry is allowed")
+    rows = _rows(grid_thw)
+    if not isinstance(rows, (list, tuple)):  # a tensor or an array of no dimension
+        raise ValueError(f"grid_thw={grid_thw!r}: a table of rows [t, h, w] is allowed")
+    m, checked, patches = geometry.spatial_merge_size, [], 0
+    for i, row in enumerate(rows):
+        if isinstance(row, (torch.Tensor, np.ndarray)):
+            row = _rows(row)
+        if not isinstance(row, (list, tuple)) or len(row) != 3:
+            raise ValueError(f"grid_thw[{i}]={row!r}: three integers [t, h, w] are allowed")
+        t, h, w = row
+        if not type(t) is type(h) is type(w) is int:
+            for name, value in zip("thw", row):
+                if not _is_int(value):
+                    raise ValueError(f"grid_thw[{i}]={row!r}: {name}={value!r}, but only an integer is allowed")
+            t, h, w = int(t), int(h), int(w)
+        if t < 1 or h < 1 or w < 1:
+            raise ValueError(f"grid_thw[{i}]={row!r}: t, h and w of at least 1 are allowed")
+        if h % m or w % m:
+            raise ValueError(f"grid_thw[{i}]={row!r}: h and w must be multiples of spatial_merge_size={m}")
+        patches += t * h * w
+        if patches >= MAX_PATCHES:
+            raise ValueError(f"grid_thw[{i}]={row!r}: brings the batch to {patches} patches; below 2^31 is allowed")
+        checked.append((t, h, w))
+    return checked
+
+
+def num_patches(grid) -> int:
+    """Patches of a checked grid: the sum of t*h*w."""
+    return sum(t * h * w for t, h, w in grid)
+
+
+def num_frames(grid) -> int:
+    """Frames of a checked grid: the sum of t."""
+    return sum(t for t, _, _ in grid)
+
+
+def num_windows(grid, geometry: Geometry) -> int:
+    """Windows of a checked grid: the sum of t * ceil(H/ws) * ceil(W/ws); one a frame where there are no windows."""
+    if not geometry.window:
+        return num_frames(grid)
+    side = geometry.window * geometry.spatial_merge_size  # of a window, in patches
+    return sum(t * -(-h // side) * -(-w // side) for t, h, w in grid)
+
+
+def max_frame_seqlen(grid) -> int:
+    """The longest frame, in patches; 0 for an empty grid."""
+    return max((h * w for _, h, w in grid), default=0)
+
+
+def max_window_seqlen(grid, geometry: Geometry) -> int:
+    """The largest window, in patches: the first window of a frame is never smaller than another; 0 if empty."""
+    if not geometry.window:
+        return max_frame_seqlen(grid)
+    side = geometry.window * geometry.spatial_merge_size
+    return max((min(side, h) * min(side, w) for _, h, w in grid), default=0)

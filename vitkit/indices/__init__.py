@@ -1,0 +1,167 @@
+"""The index tensors of a batch of images: `rot_pos_ids`, `window_index`, `cu_seqlens`.
+
+Four ways behind one signature. `reference` is the way in use today; `torch`, `numba` and `triton` compute every
+entry by closed form from its own position, with no padding, mask, nonzero, unique or argsort. With H and W the
+merged height and width of an image, ws the side of a window in merged units, and p a position within one frame of
+the window order:
+
+    a  = p // (ws*W)           row of windows         hh = min(ws, H - a*ws)    its height
+    r  = p - a*ws*W            place within that row
+    b  = r // (ws*hh)          column of windows      ww = min(ws, W - b*ws)    its width
+    s  = r - b*ws*hh           place within the window
+    source row a*ws + s//ww, source column b*ws + s%ww
+
+and row y, column x of a frame sits at a*ws*W + b*ws*hh + (y - a*ws)*ww + (x - b*ws), with a = y//ws, b = x//ws.
+No call reads anything back from a GPU: every size is known on the host before the first launch.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import import_module
+from importlib.util import find_spec
+
+import torch
+
+from .. import geometry as geo
+from .. import reference
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class CuSeqlens:
+    """cu_seqlens: int32 (segments + 1), offsets in patches; max_seqlen: the longest segment, in patches."""
+
+    cu_seqlens: torch.Tensor
+    max_seqlen: int
+    _grid: list
+    _side: int = 0  # side of a window in patches; 0: every frame is one segment
+
+    @cached_property
+    def seqlens(self) -> list[int]:
+        """Length of every segment in patches, computed from the grid on the host when first asked for."""
+        side, out = self._side, []
+        for t, h, w in self._grid:
+            rows = [min(side, h - y) for y in range(0, h, side)] if side else [h]
+            cols = [min(side, w - x) for x in range(0, w, side)] if side else [w]
+            out += [a * b for a in rows for b in cols] * t
+        return out
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class WindowIndex(CuSeqlens):
+    """index: int32 (N/m^2), the merged unit that stands at each place of the window order; reverse: its inverse.
+
+    cu_seqlens are the windows' offsets in patches, none of them empty; max_seqlen the largest window's patches.
+    """
+
+    index: torch.Tensor
+    reverse: torch.Tensor
+
+
+def _way(module, function):
+    """An implementation that imports its module, and so numba or triton, when it is first called."""
+
+    def call(grid, geometry, device, *order):
+        ops = import_module(f"{__name__}.{module}")
+        return getattr(ops, function)(grid, geometry.spatial_merge_size, geometry.window, device, *order)
+
+    return call
+
+
+def _reference_rot_pos_ids(grid, geometry, device, order):
+    m, ids = geometry.spatial_merge_size, reference.rot_pos_ids(grid, geometry.spatial_merge_size)
+    if order == "window":
+        index = reference.window_index(grid, m, geometry.window)[0]
+        ids = ids.reshape(-1, m * m, 2)[index].reshape(-1, 2)
+    return ids.to(device)
+
+
+def _reference_window_index(grid, geometry, device):
+    return tuple(x.to(device) for x in reference.window_index(grid, geometry.spatial_merge_size, geometry.window))
+
+
+def _reference_cu_seqlens(grid, geometry, device):
+    return reference.cu_seqlens(grid).to(device)
+
+
+# Every entry takes (grid, geometry, device, ...), a checked grid and a torch.device, and returns int32 tensors there.
+IMPLEMENTATIONS = {
+    op: {
+        "reference": plain,
+        "torch": _way("torch_ops", op),
+        "numba": _way("numba_kernels", op),
+        "triton": _way("triton_kernels", op),
+    }
+    for op, plain in (
+        ("rot_pos_ids", _reference_rot_pos_ids),
+        ("window_index", _reference_window_index),
+        ("cu_seqlens", _reference_cu_seqlens),
+    )
+}
+
+# On a GPU one Triton launch costs the same at any size, and numba's upload grows with it: patches where they cross.
+TRITON_FROM_PATCHES = 50_000
+
+
+def _device(device) -> torch.device:
+    try:
+        out = torch.device(device)
+    except (RuntimeError, TypeError) as e:
+        raise ValueError(f"device={device!r}: a torch device such as 'cpu' or 'cuda:0' is allowed ({e})") from None
+    if out.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device={device!r}: torch sees no GPU here; 'cpu' is allowed")
+    if out.type == "cuda" and (out.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device={device!r}: torch sees {torch.cuda.device_count()} GPUs, counted from 0")
+    return torch.device("cuda", torch.cuda.current_device()) if out.type == "cuda" and out.index is None else out
+
+
+def _choose(op: str, impl: str, grid, device: torch.device):
+    ways = IMPLEMENTATIONS[op]
+    if impl == "auto":
+        impl = "numba" if find_spec("numba") else "torch"
+        if device.type == "cuda" and find_spec("triton"):
+            big = geo.num_patches(grid) >= TRITON_FROM_PATCHES
+            impl = "triton" if big or impl == "torch" else impl
+    if impl not in ways:
+        raise ValueError(f"impl={impl!r}: {', '.join(map(repr, [*ways, 'auto']))} are allowed for {op}")
+    if impl in ("numba", "triton") and not find_spec(impl):
+        raise ValueError(f"impl={impl!r}: {impl} is not installed; 'torch', 'reference' or 'auto' would serve {op}")
+    if impl == "triton" and device.type == "cpu" and not import_module(f"{__name__}.triton_kernels").INTERPRETED:
+        raise ValueError(
+            f"impl='triton' with device='cpu': it serves GPUs; 'numba', 'torch' or 'auto' would serve {op}"
+        )
+    return ways[impl]
+
+
+def rot_pos_ids(grid_thw, geometry, *, device="cpu", impl="auto", order="image") -> torch.Tensor:
+    """(row, column) of every patch: int32 (N, 2), the m x m patches of a merged unit one after another.
+
+    grid_thw: (G, 3) in patches, on the CPU. order: "image", or "window", where the merged units stand in the order
+    of `window_index`. ValueError names an argument that is not allowed, before anything is computed.
+    """
+    grid, device = geo.check_grid_thw(grid_thw, geometry), _device(device)
+    if order not in ("image", "window"):
+        raise ValueError(f"order={order!r}: 'image' or 'window' is allowed")
+    return _choose("rot_pos_ids", impl, grid, device)(grid, geometry, device, order)
+
+
+def window_index(grid_thw, geometry, *, device="cpu", impl="auto") -> WindowIndex:
+    """The order in which merged units stand when the patches of every attention window are neighbours.
+
+    grid_thw: (G, 3) in patches, on the CPU. Without windows (`window_size=None`): the identity, one segment a frame.
+    ValueError names an argument that is not allowed, before anything is computed.
+    """
+    grid, device = geo.check_grid_thw(grid_thw, geometry), _device(device)
+    index, reverse, cu = _choose("window_index", impl, grid, device)(grid, geometry, device)
+    side = geometry.window * geometry.spatial_merge_size
+    longest = geo.max_window_seqlen(grid, geometry)
+    return WindowIndex(index=index, reverse=reverse, cu_seqlens=cu, max_seqlen=longest, _grid=grid, _side=side)
+
+
+def cu_seqlens(grid_thw, geometry, *, device="cpu", impl="auto") -> CuSeqlens:
+    """Offsets of the frames, in patches: each frame is one segment of full attention.
+
+    grid_thw: (G, 3) in patches, on the CPU. ValueError names an argument that is not allowed.
+    """
+    grid, device = geo.check_grid_thw(grid_thw, geometry), _device(device)
+    cu = _choose("cu_seqlens", impl, grid, device)(grid, geometry, device)
+    return CuSeqlens(cu_seqlens=cu, max_seqlen=geo.max_frame_seqlen(grid), _grid=grid)
