@@ -123,11 +123,17 @@ def test_properties(impl, batch):
     assert (windows.index[windows.reverse.long()].cpu() == torch.arange(units)).all()
     assert (windows.cu_seqlens.diff() > 0).all() and windows.cu_seqlens[-1] == units * m**2
     # A batch is the concatenation of its items, and t frames are t copies.
-    items = [vitkit.window_index([(1, h, w)], geometry, impl=impl).index for t, h, w in grid for _ in range(t)]
+    items = [
+        vitkit.window_index([(1, h, w)], geometry, impl=impl, device=DEVICE).index.cpu()
+        for t, h, w in grid
+        for _ in range(t)
+    ]
     shifts = np.cumsum([0] + [len(i) for i in items])
     whole = [i + int(s) for i, s in zip(items, shifts)]
     same(windows.index, torch.cat([torch.empty(0, dtype=torch.int32), *whole]))
-    ids = [vitkit.rot_pos_ids([(1, h, w)], geometry, impl=impl) for t, h, w in grid for _ in range(t)]
+    ids = [
+        vitkit.rot_pos_ids([(1, h, w)], geometry, impl=impl, device=DEVICE).cpu() for t, h, w in grid for _ in range(t)
+    ]
     same(vitkit.rot_pos_ids(grid, geometry, impl=impl, device=DEVICE), torch.cat([torch.empty(0, 2), *ids]).int())
 
 
@@ -157,6 +163,8 @@ def test_every_entry_is_written(impl, monkeypatch):
         return empty(*args, **kwargs).fill_(-7)
 
     monkeypatch.setattr(torch, "empty", poisoned)
+    np_empty = np.empty
+    monkeypatch.setattr(np, "empty", lambda shape, dtype: np.full_like(np_empty(shape, dtype), -7))
     equals_reference([(2, 6, 10), (1, 2, 34), (1, 8, 8)], QWEN, impl)
 
 
@@ -186,7 +194,7 @@ def test_bad_arguments_are_named(kwargs, message):
 def test_a_missing_package_is_named_and_auto_does_without(monkeypatch):
     import vitkit.indices
 
-    monkeypatch.setattr(vitkit.indices, "find_spec", lambda name: None)
+    monkeypatch.setattr(vitkit.indices, "_installed", lambda name: False)
     with pytest.raises(ValueError, match="numba is not installed; 'torch'"):
         vitkit.rot_pos_ids([[1, 8, 8]], QWEN, impl="numba")
     equals_reference([[2, 6, 10]], QWEN, "auto")

@@ -35,7 +35,8 @@ print("ran")
 @pytest.mark.parametrize(("folder", "script"), [("rotary", ROTARY), ("indices", INDICES)])
 def test_a_kernel_file_runs_by_itself(folder, script, tmp_path):
     (tmp_path / "triton_kernels.py").write_text((VITKIT / folder / "triton_kernels.py").read_text())
-    block = "import sys\nfor name in ('vitkit', 'numba', 'pandas', 'matplotlib', 'transformers'): sys.modules[name] = None\n"
+    absent = ("vitkit", "numba", "pandas", "matplotlib", "transformers")
+    block = f"import sys\nfor name in {absent}: sys.modules[name] = None\n"
     (tmp_path / "run.py").write_text(block + script)
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     done = subprocess.run([sys.executable, "run.py"], cwd=tmp_path, env=environment, capture_output=True, text=True)

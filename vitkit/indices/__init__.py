@@ -16,7 +16,7 @@ No call reads anything back from a GPU: every size is known on the host before t
 """
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -26,18 +26,25 @@ from .. import geometry as geo
 from .. import reference
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(eq=False)
 class CuSeqlens:
-    """cu_seqlens: int32 (segments + 1), offsets in patches; max_seqlen: the longest segment, in patches."""
+    """cu_seqlens: int32 (segments + 1), offsets in patches.
+
+    `max_seqlen`, the longest segment in patches, and `seqlens`, all of them as a list, are computed on the host from
+    the grid when they are first asked for.
+    """
 
     cu_seqlens: torch.Tensor
-    max_seqlen: int
     _grid: list
-    _side: int = 0  # side of a window in patches; 0: every frame is one segment
+    _side: int  # side of a window in patches; 0: every frame is one segment
+
+    @cached_property
+    def max_seqlen(self) -> int:
+        side = self._side  # the first window of a frame is never smaller than another
+        return max([min(side or h, h) * min(side or w, w) for _, h, w in self._grid], default=0)
 
     @cached_property
     def seqlens(self) -> list[int]:
-        """Length of every segment in patches, computed from the grid on the host when first asked for."""
         side, out = self._side, []
         for t, h, w in self._grid:
             rows = [min(side, h - y) for y in range(0, h, side)] if side else [h]
@@ -46,7 +53,7 @@ class CuSeqlens:
         return out
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(eq=False)
 class WindowIndex(CuSeqlens):
     """index: int32 (N/m^2), the merged unit that stands at each place of the window order; reverse: its inverse.
 
@@ -57,12 +64,19 @@ class WindowIndex(CuSeqlens):
     reverse: torch.Tensor
 
 
+# The host's time counts here, microseconds of it: what can be looked up once is looked up once.
+_CPU = torch.device("cpu")
+_module = cache(lambda name: import_module(f"{__name__}.{name}"))
+_installed = cache(lambda name: find_spec(name) is not None)
+
+
 def _way(module, function):
     """An implementation that imports its module, and so numba or triton, when it is first called."""
 
+    resolve = cache(lambda: getattr(_module(module), function))
+
     def call(grid, geometry, device, *order):
-        ops = import_module(f"{__name__}.{module}")
-        return getattr(ops, function)(grid, geometry.spatial_merge_size, geometry.window, device, *order)
+        return resolve()(grid, geometry.spatial_merge_size, geometry.window, device, *order)
 
     return call
 
@@ -98,11 +112,14 @@ IMPLEMENTATIONS = {
     )
 }
 
-# On a GPU one Triton launch costs the same at any size, and numba's upload grows with it: patches where they cross.
-TRITON_FROM_PATCHES = 50_000
+# On a GPU a Triton launch costs about the same at any size, and numba's loop and upload grow with it. Patches from
+# which triton was the faster one on an H200; cu_seqlens are too few to get there.
+TRITON_FROM_PATCHES = {"rot_pos_ids": 15_000, "window_index": 110_000, "cu_seqlens": geo.MAX_PATCHES}
 
 
 def _device(device) -> torch.device:
+    if type(device) is str and device == "cpu":
+        return _CPU
     try:
         out = torch.device(device)
     except (RuntimeError, TypeError) as e:
@@ -117,15 +134,15 @@ def _device(device) -> torch.device:
 def _choose(op: str, impl: str, grid, device: torch.device):
     ways = IMPLEMENTATIONS[op]
     if impl == "auto":
-        impl = "numba" if find_spec("numba") else "torch"
-        if device.type == "cuda" and find_spec("triton"):
-            big = geo.num_patches(grid) >= TRITON_FROM_PATCHES
+        impl = "numba" if _installed("numba") else "torch"
+        if device.type == "cuda" and _installed("triton"):
+            big = geo.num_patches(grid) >= TRITON_FROM_PATCHES[op]
             impl = "triton" if big or impl == "torch" else impl
     if impl not in ways:
         raise ValueError(f"impl={impl!r}: {', '.join(map(repr, [*ways, 'auto']))} are allowed for {op}")
-    if impl in ("numba", "triton") and not find_spec(impl):
+    if impl in ("numba", "triton") and not _installed(impl):
         raise ValueError(f"impl={impl!r}: {impl} is not installed; 'torch', 'reference' or 'auto' would serve {op}")
-    if impl == "triton" and device.type == "cpu" and not import_module(f"{__name__}.triton_kernels").INTERPRETED:
+    if impl == "triton" and device.type == "cpu" and not _module("triton_kernels").INTERPRETED:
         raise ValueError(
             f"impl='triton' with device='cpu': it serves GPUs; 'numba', 'torch' or 'auto' would serve {op}"
         )
@@ -153,8 +170,7 @@ def window_index(grid_thw, geometry, *, device="cpu", impl="auto") -> WindowInde
     grid, device = geo.check_grid_thw(grid_thw, geometry), _device(device)
     index, reverse, cu = _choose("window_index", impl, grid, device)(grid, geometry, device)
     side = geometry.window * geometry.spatial_merge_size
-    longest = geo.max_window_seqlen(grid, geometry)
-    return WindowIndex(index=index, reverse=reverse, cu_seqlens=cu, max_seqlen=longest, _grid=grid, _side=side)
+    return WindowIndex(cu, grid, side, index, reverse)
 
 
 def cu_seqlens(grid_thw, geometry, *, device="cpu", impl="auto") -> CuSeqlens:
@@ -164,4 +180,4 @@ def cu_seqlens(grid_thw, geometry, *, device="cpu", impl="auto") -> CuSeqlens:
     """
     grid, device = geo.check_grid_thw(grid_thw, geometry), _device(device)
     cu = _choose("cu_seqlens", impl, grid, device)(grid, geometry, device)
-    return CuSeqlens(cu_seqlens=cu, max_seqlen=geo.max_frame_seqlen(grid), _grid=grid)
+    return CuSeqlens(cu, grid, 0)

@@ -1,0 +1,134 @@
+"""The command line: one line and status 2 for what cannot be done, before a kernel starts."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from vitkit.cli import main
+
+
+@pytest.fixture
+def no_kernel(toy, tmp_path, monkeypatch):
+    """Two toy notebooks as the repository's, and a papermill that must not execute them."""
+    papermill = pytest.importorskip("papermill")
+
+    def execute(*args, **kwargs):
+        raise AssertionError("a kernel was started")
+
+    monkeypatch.setattr(papermill, "execute_notebook", execute)
+    monkeypatch.setattr("vitkit.lab.results.repo_root", lambda: tmp_path)
+    toy("1_a")
+    toy("2_b", parameters='device: str = "auto"\nthreads: int = 0')
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "argv, said",
+    [
+        (
+            ["-p", "devcie", "cpu"],
+            "no parameter 'devcie' in 1_a, 2_b; allowed: device, size, threads; did you mean 'device'?",
+        ),
+        (["-p", "threads", "many", "2"], "threads='many': an integer is allowed"),
+        (["1", "-p", "threads", "1"], "no parameter 'threads' in 1_a"),
+        (["3_c"], "no notebook '3_c' in notebooks/; there are: 1_a, 2_b"),
+        (["-p", "device", "tpu"], "device='tpu'"),
+        (["-p", "device", "cuda:77"], "device='cuda:77'"),
+        (["-p", "size", "huge"], "size='huge': one of auto, tiny, cpu, gpu is allowed"),
+        (["-p", "size"], "expected 2 arguments"),
+        (["--fast"], "unrecognized arguments: --fast"),
+    ],
+)
+def test_run_refuses(no_kernel, capsys, argv, said):
+    assert status(["run", *argv]) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith("vitkit run: ") and said in err and err.count("\n") == 1 and not out
+    assert not (no_kernel / "runs").exists()
+
+
+def test_names_and_parameters_mix(no_kernel, monkeypatch):
+    plans = []
+    monkeypatch.setattr("vitkit.lab.runner.run", lambda plan, root: plans.append((plan, root)) or 0)
+    assert main(["run", "2", "-p", "threads", "1", "1_a", "-p", "device", "cpu"]) == 0
+    assert main(["run", "-p", "device", "cpu", "2"]) == 0
+    (first, root), (second, _) = plans
+    assert root == no_kernel
+    assert [(path.stem, values) for path, values in first] == [
+        ("2_b", {"threads": 1, "device": "cpu"}),
+        ("1_a", {"device": "cpu"}),
+    ]
+    assert [path.stem for path, _ in second] == ["2_b"]
+
+
+def test_help_lists_the_commands(capsys):
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert "run" in out and "rotary" in out
+
+
+@pytest.mark.parametrize("argv", [[], ["rn"]])
+def test_unknown_command(argv, capsys):
+    assert main(argv) == 2
+    assert "allowed: run, rotary" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "argv, said",
+    [
+        (["--device", "cuda:77"], "device='cuda:77'"),
+        (["--head-size", "81"], "81 is odd"),
+        (["--seq-len", "0"], "an integer of at least 1"),
+        (["--warmup-iter", "-1"], "an integer of at least 0"),
+        (["--dtype", "int8"], "invalid choice: 'int8'"),
+    ],
+)
+def test_rotary_refuses(argv, said, capsys):
+    assert status(["rotary", *argv]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("vitkit rotary: ") and said in err and err.count("\n") == 1
+
+
+SMALL = ["--batch-size", "2", "--seq-len", "33", "--num-heads", "3", "--warmup-iter", "1", "--benchmark-iter", "3"]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_rotary_on_the_cpu(capsys, dtype):
+    pytest.importorskip("numba")
+    assert main(["rotary", "--device", "cpu", "--dtype", dtype, *SMALL]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"seq_len +33\n", out) and re.search(rf"dtype +{dtype}\n", out)
+    for label in ("eager", "numba", "speedup over eager"):
+        assert re.search(rf"^{label}.* [\d.]+x? +[\d.]+x?$", out, re.M), out
+
+
+@pytest.mark.gpu
+def test_rotary_on_the_gpu(capsys):
+    assert main(["rotary", "--device", "cuda", *SMALL]) == 0
+    out = capsys.readouterr().out
+    for label in ("1c", "2c", "fusion speedup"):
+        assert re.search(rf"^{label}.* [\d.]+x? +[\d.]+x?$", out, re.M), out
+
+
+def test_no_time_on_a_red_check(monkeypatch):
+    from vitkit.lab import rotary_bench
+
+    def wrong(r):
+        return r.q.clone(), r.k * 1.01
+
+    monkeypatch.setattr(rotary_bench, "implementations", lambda device: {"wrong": wrong})
+    monkeypatch.setattr(rotary_bench, "time_calls", lambda *args: pytest.fail("timed"))
+    config = SimpleNamespace(batch_size=1, seq_len=8, num_heads=2, head_size=8, dtype="float32", warmup_iter=0)
+    config.device, config.benchmark_iter = torch.device("cpu"), 1
+    said = []
+    assert rotary_bench.run(config, say=said.append) == 1
+    assert "wrong: NOT correct" in said[-1]
+
+
+def status(argv) -> int:
+    """The exit status, whether returned or raised."""
+    try:
+        return main(argv)
+    except SystemExit as stop:
+        return stop.code

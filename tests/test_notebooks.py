@@ -1,0 +1,85 @@
+"""Every notebook executed as users execute it, at tiny sizes, on the CPU; then its rows and figures are looked into."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+pm = pytest.importorskip("papermill")
+nbformat = pytest.importorskip("nbformat")
+
+from vitkit.lab.results import COLUMNS, code_hash, read_rows  # noqa: E402
+from vitkit.lab.tables import is_correct  # noqa: E402
+
+NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
+EXPECTED = {
+    "1_fused_qk_rotary": ({"apply_rotary_qk": {"eager", "numba", "transformers", "copy"}}, 3),
+    "2_rot_pos_ids": ({"rot_pos_ids": {"reference", "torch", "numba", "transformers", "copy"}}, 2),
+    "3_window_index": (
+        {op: {"reference", "torch", "numba", "transformers", "copy"} for op in ("window_index", "cu_seqlens")},
+        5,
+    ),
+}
+
+
+def execute(notebook, out, monkeypatch, **parameters):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # a user's kernel has no interpreter switched on
+    target = out / "executed.ipynb"
+    parameters = {"device": "cpu", "size": "tiny", "out": str(out), **parameters}
+    pm.execute_notebook(str(notebook), str(target), parameters=parameters, cwd=str(notebook.parent), progress_bar=False)
+    return nbformat.read(target, as_version=4)
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_writes_its_rows_and_figures(notebook, tmp_path, monkeypatch):
+    executed = execute(notebook, tmp_path, monkeypatch)
+    ops, n_figures = EXPECTED[notebook.stem]
+    (csv,) = tmp_path.glob(f"data/results/cpu-*/{notebook.stem}.csv")
+    rows = read_rows(csv)
+    assert list(rows.columns) == COLUMNS
+    for op, impls in ops.items():
+        assert impls <= set(rows[rows.op == op].impl)
+        for case in rows.case.unique():  # one row an implementation and case
+            assert rows[(rows.op == op) & (rows.case == case)].impl.is_unique
+    assert is_correct(rows).all() and (rows.error == "").all()
+    assert (
+        (rows.median_us > 0).all() and (rows.p20_us <= rows.median_us).all() and (rows.median_us <= rows.p80_us).all()
+    )
+    assert (rows.n >= 2).all() and rows.first_call_us.notna().all() and rows.params.str.contains("threads").all()
+    assert set(rows.code_hash) == {code_hash(notebook.stem)} and rows.run_id.nunique() == 1
+    assert (tmp_path / "data" / "env" / f"{rows.env_id[0]}.json").is_file()
+
+    svgs = sorted(tmp_path.glob(f"figures/cpu-*/{notebook.stem}-*.svg"))
+    assert len(svgs) == n_figures and all(path.with_suffix(".png").is_file() for path in svgs)
+    assert len(list(tmp_path.glob(f"figures/cpu-*/{notebook.stem}-*.md"))) == 2
+    shown = [o for c in executed.cells if c.cell_type == "code" for o in c.outputs if "image/png" in o.get("data", {})]
+    assert len(shown) == n_figures  # each once, in the notebook too
+    said = "".join(o.get("text", "") for c in executed.cells if c.cell_type == "code" for o in c.outputs)
+    assert f"wrote data/results/{csv.parent.name}/{csv.name}" in said
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_is_kept_without_outputs_and_in_small_cells(notebook):
+    book = nbformat.read(notebook, as_version=4)
+    nbformat.validate(book)
+    code = [cell for cell in book.cells if cell.cell_type == "code"]
+    assert all(not cell.outputs and cell.execution_count is None for cell in code)
+    assert [cell.metadata.get("tags") for cell in code].count(["parameters"]) == 1
+    assert all(len(cell.source.splitlines()) <= 14 for cell in code)
+    assert not any(re.search(r"^\s*(def|class) |triton.jit", cell.source, re.M) for cell in code)
+    for name, parameter in pm.inspect_notebook(str(notebook)).items():
+        assert parameter["inferred_type_name"] not in ("None", "") and parameter["help"], name
+
+
+def test_own_grids_from_a_file(tmp_path, monkeypatch):
+    trace = tmp_path / "trace.csv"
+    trace.write_text("t,h,w\n1,4,6\n2,8,10\n")
+    execute(NOTEBOOKS[1], tmp_path, monkeypatch, grids=str(trace))
+    (csv,) = tmp_path.glob("data/results/cpu-*/2_rot_pos_ids.csv")
+    assert {"trace.csv:2", "trace.csv:3"} <= set(read_rows(csv).case)
+
+
+def test_a_bad_grid_stops_the_notebook_before_a_row_is_written(tmp_path, monkeypatch):
+    with pytest.raises(pm.PapermillExecutionError, match="multiples of spatial_merge_size"):
+        execute(NOTEBOOKS[1], tmp_path, monkeypatch, grids=[[1, 7, 8]])
+    assert not list(tmp_path.glob("data/results/*/*.csv"))

@@ -1,0 +1,172 @@
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from vitkit.geometry import Geometry
+from vitkit.indices import window_index
+from vitkit.lab import plots
+
+CASES = ("1x8x8", 16), ("1x36x36", 324), ("10x36x36", 3240)
+COST = {"reference": 3.0, "numba": 0.2, "triton": 0.1, "copy": 0.05, "empty_launch": 0.01, "mine": 1.0}
+
+
+def frame(impls=("reference", "numba", "mine", "copy", "empty_launch"), **changed):
+    rows = []
+    for case, tokens in CASES:
+        for impl in impls:
+            median = 10 + COST[impl] * tokens
+            params = json.dumps({"S": tokens, "H": 16, "D": 80})
+            row = dict(op="apply_rotary_qk", impl=impl, direction="fwd", device="cpu-some", dtype="bfloat16", case=case)
+            row |= dict(params=params, n_tokens=tokens, clock="e2e", cache="warm", n=20, median_us=median)
+            row |= dict(p20_us=median * 0.9, p80_us=median * 1.1, gbps=tokens * 20480 / median / 1e3, correct=True)
+            rows.append(row | dict(run_id="r1", env_id="e1") | changed)
+    return pd.DataFrame(rows)
+
+
+def labelled(ax):
+    return sorted(line.get_label() for line in ax.lines if not line.get_label().startswith("_"))
+
+
+def drawn(ax, label):
+    return next(line for line in ax.lines if line.get_label() == label)
+
+
+def texts(fig):
+    """Every text of the figure that is set, the legend's and the ticks' included."""
+    fig.draw_without_rendering()
+    from matplotlib.text import Text
+
+    return [text for text in fig.findobj(Text) if text.get_text().strip() and text.get_visible()]
+
+
+def test_latency_has_a_line_an_implementation_units_and_limits():
+    fig = plots.latency(frame())
+    (ax,) = fig.axes
+    assert labelled(ax) == ["copy (limit)", "empty_launch (limit)", "mine", "numba", "reference"]
+    assert ax.get_xlabel() == "tokens" and ax.get_ylabel() == "latency (µs), e2e clock"
+    assert ax.get_xscale() == ax.get_yscale() == "log"
+    assert (
+        drawn(ax, "copy (limit)").get_linestyle() == "--" and drawn(ax, "empty_launch (limit)").get_linestyle() == ":"
+    )
+    assert len(ax.collections) == 3  # bands, none for a limit
+    title = fig.get_suptitle()
+    assert (
+        all(part in title for part in ("apply_rotary_qk", "bfloat16", "H=16", "D=80", "cpu-some")) and "S=" not in title
+    )
+    assert "run r1" in fig.get_supxlabel() and "env e1" in fig.get_supxlabel() and "n=20" in fig.get_supxlabel()
+    fig.draw_without_rendering()
+    assert [t.get_text() for t in ax.get_xticklabels()] == "16 32 64 128 256 512 1k 2k 4k".split()
+    assert ax.get_legend() is not None
+
+
+def test_no_text_below_nine_points():
+    df = frame()
+    for fig in (plots.latency(df), plots.bandwidth(df), plots.speedup(df, "reference")):
+        assert min(text.get_fontsize() for text in texts(fig)) >= 9
+
+
+def test_colours_and_markers_are_fixed_per_implementation():
+    whole, part = plots.latency(frame()).axes[0], plots.latency(frame(("numba", "triton"))).axes[0]
+    for ax in (whole, part):
+        assert drawn(ax, "numba").get_color() == plots.STYLES["numba"][0]
+    assert len(set(plots.STYLES.values())) == len(plots.STYLES)
+    assert len({color for color, _ in plots.STYLES.values()}) == len({m for _, m in plots.STYLES.values()}) == 12
+
+
+@pytest.mark.parametrize("red", [False, "False", None, float("nan")])
+def test_red_rows_are_left_out(red):
+    df = frame().astype({"correct": object})
+    df.loc[(df["impl"] == "numba") & (df["n_tokens"] == 324), "correct"] = red
+    df.loc[df["impl"] == "mine", "correct"] = red
+    ax = plots.latency(df).axes[0]
+    assert "mine" not in labelled(ax) and list(drawn(ax, "numba").get_xdata()) == [16, 3240]
+    bars = plots.speedup(df, "reference").axes[0].containers
+    assert [(c.get_label(), len(c)) for c in bars] == [("numba", 2)]
+
+
+def test_rows_without_a_median_are_left_out():
+    df = frame()
+    df.loc[df["impl"] == "mine", "median_us"] = np.nan
+    assert "mine" not in labelled(plots.latency(df).axes[0])
+
+
+def test_correct_as_read_from_csv():
+    df = frame().astype({"correct": str, "median_us": str})
+    assert "numba" in labelled(plots.latency(df).axes[0])
+
+
+@pytest.mark.parametrize("draw", [plots.latency, plots.bandwidth, lambda df: plots.speedup(df, "reference")])
+def test_nothing_to_draw_is_an_error(draw):
+    with pytest.raises(ValueError, match="no row"):
+        draw(frame().iloc[:0])
+    with pytest.raises(ValueError, match="correct=True"):
+        draw(frame(correct=False))
+    with pytest.raises(ValueError, match="correct=True"):
+        draw(frame(("copy",)))
+    with pytest.raises(ValueError, match="clock="):
+        draw(pd.concat([frame(), frame(clock="host")]))
+    with pytest.raises(ValueError, match="more than one row.*1x8x8"):
+        draw(pd.concat([frame(), frame(run_id="r2")]))
+
+
+@pytest.mark.filterwarnings("error")
+def test_one_size_alone():
+    df = frame().iloc[:5]
+    for fig in (plots.latency(df), plots.bandwidth(df), plots.speedup(df, "reference")):
+        assert texts(fig)
+
+
+def test_bandwidth_as_a_share_and_in_gigabytes():
+    ax = plots.bandwidth(frame(("numba", "copy"))).axes[0]
+    assert ax.get_ylabel() == "bandwidth (% of the copy), e2e clock" and labelled(ax) == ["copy (limit)", "numba"]
+    share = [(10 + 0.05 * n) / (10 + 0.2 * n) for _, n in CASES]
+    np.testing.assert_allclose(drawn(ax, "numba").get_ydata(), share)
+    df = frame(("numba", "copy"))
+    ax = plots.bandwidth(df, share=False).axes[0]
+    assert ax.get_ylabel() == "bandwidth (GB/s), e2e clock"
+    assert plots.bandwidth(frame(("numba",))).axes[0].get_ylabel() == "bandwidth (GB/s), e2e clock"
+    with pytest.raises(ValueError, match="no copy"):
+        plots.bandwidth(frame(("numba",)), share=True)
+
+
+def test_speedup_names_its_baseline_and_labels_bars():
+    ax = plots.speedup(frame(), "reference").axes[0]
+    assert ax.get_xlabel() == "speedup over reference (times), e2e clock"
+    assert [bars.get_label() for bars in ax.containers] == ["numba", "mine"]
+    assert [t.get_text() for t in ax.get_yticklabels()] == [
+        "1x8x8\n(58 µs)",
+        "1x36x36\n(982 µs)",
+        "10x36x36\n(9.73 ms)",
+    ]
+    assert f"{9730 / 658:.3g}×" in [text.get_text() for text in ax.texts]
+    with pytest.raises(ValueError, match="baseline='absent'.*numba"):
+        plots.speedup(frame(), "absent")
+
+
+@pytest.mark.parametrize("geometry", [Geometry(), Geometry.qwen2_vl()])
+def test_window_partition_puts_every_unit_in_its_place(geometry):
+    h, w, unit = 12, 20, 28
+    image = np.repeat(np.arange(h // 2 * w // 2, dtype=np.uint8).reshape(h // 2, w // 2, 1), 3, axis=2)
+    image = image.repeat(unit, axis=0).repeat(unit, axis=1)  # unit i of the photo is painted with the grey i
+    fig = plots.window_partition(image, [1, h, w], geometry)
+    above, below = fig.axes
+    windows = window_index([[1, h, w]], geometry)
+    shown = np.asarray(below.images[0].get_array())[::unit, ::unit, 0].reshape(-1)
+    assert shown[: h * w // 4].tolist() == windows.index.tolist()
+    numbers = [str(i) for i in range(len(windows.cu_seqlens) - 1)]
+    assert [text.get_text() for text in above.texts] == [text.get_text() for text in below.texts] == numbers
+    assert "merged units" in above.get_xlabel() and min(text.get_fontsize() for text in texts(fig)) >= 9
+    with pytest.raises(ValueError, match="pixels are allowed"):
+        plots.window_partition(image[1:], [1, h, w], geometry)
+
+
+def test_a_notebook_shows_a_figure_once_without_pyplot():
+    nbformat = pytest.importorskip("nbformat")
+    nbclient = pytest.importorskip("nbclient")
+    code = "from vitkit.lab.figure import Figure\nfig = Figure()\nfig.subplots().plot([1, 2])\nfig"
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
+    nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
+    (output,) = notebook.cells[0].outputs
+    assert output["output_type"] == "execute_result" and "image/png" in output["data"]

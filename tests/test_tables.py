@@ -1,0 +1,118 @@
+import numpy as np
+import pandas as pd
+import pytest
+
+from vitkit.lab import tables
+from vitkit.lab.workloads import load_workloads
+
+
+def row(case, impl, median, **changed):
+    base = dict(op="rot_pos_ids", impl=impl, direction="fwd", device="cpu-some", dtype="int32", case=case, clock="e2e")
+    return base | dict(n=9, median_us=median, p20_us=median * 0.9, p80_us=median * 1.1, correct=True) | changed
+
+
+def test_published_figures_have_every_workload():
+    names = [name for name, _ in load_workloads()]
+    for key, info in tables.load_published().items():
+        assert info["unit"] == "ms" and info["machine"]
+        assert all(len(values) == len(info["columns"]) for values in info["rows"].values())
+        assert list(info["rows"]) == (names if info["key"] == "case" else ["triton_separate", "triton"]), key
+
+
+def test_published_beside_this_machine():
+    df = pd.DataFrame(
+        [
+            row("1x8x8", "numba", 9.0),
+            row("1x8x8", "numba", 25.0),  # newer
+            row("10x36x36", "numba", 40.0),
+            row("1x36x36", "numba", 30.0, correct=False),
+            row("1x8x8", "reference", 200.0),
+            row("1x8x8", "numba", 999.0, op="window_index"),
+            row("a photo", "numba", 50.0),
+        ]
+    )
+    out = tables.published(df, "rot_pos_ids_cpu")
+    assert list(out.columns) == [
+        "case",
+        "before, ms (Xeon Platinum 8372HC, published)",
+        "numba, ms (Xeon Platinum 8372HC, published)",
+        "numba, ms (cpu-some)",
+        "reference, ms (cpu-some)",
+    ]
+    assert out["case"].tolist() == [name for name, _ in load_workloads()]
+    np.testing.assert_allclose(out["numba, ms (cpu-some)"], [0.025, np.nan, 0.040, np.nan, np.nan])
+    np.testing.assert_allclose(out.iloc[:, 1], [0.151, 0.175, 0.196, 1.584, 1.505])
+
+
+def test_clocks_get_columns_of_their_own():
+    df = pd.DataFrame([row("1x8x8", "triton", 30.0, clock=clock) for clock in ("host", "e2e")])
+    out = tables.published(df, "rot_pos_ids_gpu")
+    assert {"triton, host, ms (cpu-some)", "triton, e2e, ms (cpu-some)"} <= set(out.columns)
+
+
+def test_published_without_rows_and_with_a_wrong_name():
+    assert tables.published(pd.DataFrame([row("other", "numba", 1.0)]), "window_index_gpu").shape == (5, 3)
+    with pytest.raises(ValueError, match="table='rotary2'.*rot_pos_ids_cpu"):
+        tables.published(pd.DataFrame([row("1x8x8", "numba", 1.0)]), "rotary2")
+
+
+def test_rotary_has_a_row_a_kernel():
+    df = pd.DataFrame([row("B2 S16384", "triton", 84.0, op="apply_rotary_qk")])
+    out = tables.published(df, "rotary").set_index("impl")
+    assert out.loc["triton", "B2 S16384, ms (cpu-some)"] == pytest.approx(0.084)
+
+
+def test_summary_compares_green_rows_only():
+    df = pd.DataFrame(
+        [
+            row("a", "reference", 100.0),
+            row("a", "numba", 20.0),
+            row("a", "torch", 10.0, correct=False),
+            row("b", "reference", 100.0, correct="False"),
+            row("b", "numba", 20.0, correct="True"),
+        ]
+    )
+    out = tables.summary(df, "reference")
+    assert list(out.columns) == [
+        "case",
+        "impl",
+        "median µs",
+        "p20 µs",
+        "p80 µs",
+        "n",
+        "correct",
+        "speedup over reference",
+    ]
+    np.testing.assert_allclose(out["speedup over reference"], [1, 5, np.nan, np.nan, np.nan])
+    np.testing.assert_allclose(out["median µs"], [100, 20, np.nan, np.nan, 20])
+    with pytest.raises(ValueError, match="baseline='eager'"):
+        tables.summary(df, "eager")
+
+
+def test_summary_compares_equal_clocks():
+    df = pd.DataFrame(
+        [row("a", impl, t, clock=c) for impl, t, c in (("x", 8, "host"), ("x", 9, "e2e"), ("y", 4, "host"))]
+    )
+    out = tables.summary(df, "x")
+    assert out["clock"].tolist() == ["host", "e2e", "host"]
+    np.testing.assert_allclose(out["speedup over x"], [1, 1, 2])
+
+
+def test_markdown():
+    df = pd.DataFrame(
+        {
+            "case": ["a|b", "c\nd"],
+            "ms": [0.16349, float("nan")],
+            "big": [123456.7, 1e-7],
+            "n": [3, 40],
+            "ok": [True, False],
+        }
+    )
+    assert tables.markdown(df).splitlines() == [
+        "| case | ms | big | n | ok |",
+        "| --- | ---: | ---: | ---: | --- |",
+        "| a\\|b | 0.1635 | 123457 | 3 | True |",
+        "| c<br>d |  | 1e-07 | 40 | False |",
+    ]
+    named = pd.DataFrame({"x": [1]}, index=pd.Index(["r"], name="row"))
+    assert tables.markdown(named).splitlines()[0] == "| row | x |"

@@ -1,0 +1,119 @@
+"""python -m vitkit: `run` executes the notebooks, `rotary` is the published rotary benchmark.
+
+What cannot be done is refused in one line on stderr with exit status 2, before anything is started.
+"""
+
+import argparse
+import sys
+from types import SimpleNamespace
+
+USAGE = """usage: python -m vitkit COMMAND ...
+
+  run      execute the notebooks, then print what was measured and where it lies
+  rotary   the published rotary benchmark: q and k in two launches or in one
+
+python -m vitkit COMMAND --help tells a command's options."""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, with its errors on one line."""
+
+    def error(self, message):
+        raise SystemExit(refuse(self.prog, message))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs a command line and returns its exit status."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv and argv[0] in ("-h", "--help"):
+        print(USAGE)
+        return 0
+    if not argv or argv[0] not in COMMANDS:
+        named = f"no command {argv[0]!r}" if argv else "a command is missing"
+        return refuse("vitkit", f"{named}; allowed: {', '.join(COMMANDS)}")
+    try:
+        return COMMANDS[argv[0]](argv[1:])
+    except KeyboardInterrupt:
+        print(f"vitkit {argv[0]}: interrupted", file=sys.stderr)
+        return 130
+
+
+def refuse(command: str, message) -> int:
+    """Prints one line to stderr and returns the exit status of a refusal."""
+    print(f"{command}: {' '.join(str(message).split())}", file=sys.stderr)
+    return 2
+
+
+def run(argv: list[str]) -> int:
+    parser = Parser(prog="vitkit run", description="Executes notebooks in order, into runs/<utc>/.")
+    parser.add_argument("names", nargs="*", metavar="notebook", help="its name, number, or a part of it; none: all")
+    parser.add_argument("-p", dest="parameters", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"))
+    args = parser.parse_intermixed_args(argv)
+    try:
+        from vitkit.lab import params, results, runner
+
+        root = results.repo_root()
+        plan = params.make_plan(args.names, args.parameters, root / "notebooks")
+    except ValueError as error:
+        return refuse("vitkit run", error)
+    except ModuleNotFoundError as error:
+        return refuse("vitkit run", f"{error.name} is not installed; pip install -r requirements.txt")
+    return runner.run(plan, root)
+
+
+def rotary(argv: list[str]) -> int:
+    """Rotates q and k in two launches (1c) and in one (2c), and prints mean and median of each."""
+    parser = Parser(
+        prog="vitkit rotary", formatter_class=argparse.ArgumentDefaultsHelpFormatter, description=rotary.__doc__
+    )
+    parser.add_argument("--batch-size", type=positive, default=2, help="B")
+    parser.add_argument("--seq-len", type=positive, default=16384, help="tokens, S")
+    parser.add_argument("--num-heads", type=positive, default=16, help="H, of q and of k")
+    parser.add_argument("--head-size", type=even, default=80, help="D")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="bfloat16", help="of q and k")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:<n>")
+    parser.add_argument("--warmup-iter", type=count, default=10, help="iterations before the timed ones")
+    parser.add_argument("--benchmark-iter", type=positive, default=1000, help="timed iterations")
+    args = parser.parse_args(argv)
+    try:
+        from vitkit.lab import rotary_bench
+        from vitkit.lab.env import resolve_device
+
+        device = resolve_device(args.device)
+        return rotary_bench.run(SimpleNamespace(**{**vars(args), "device": device}))
+    except ValueError as error:
+        return refuse("vitkit rotary", error)
+    except ModuleNotFoundError as error:
+        return refuse("vitkit rotary", f"{error.name} is not installed; pip install {error.name}")
+    except RuntimeError as error:  # torch's way to say that the memory does not suffice
+        if "memory" not in str(error):
+            raise
+        return refuse("vitkit rotary", f"these sizes do not fit: {str(error).splitlines()[0]}")
+
+
+def count(text: str) -> int:
+    return _integer(text, least=0)
+
+
+def positive(text: str) -> int:
+    return _integer(text, least=1)
+
+
+def even(text: str) -> int:
+    value = _integer(text, least=2)
+    if value % 2:
+        raise argparse.ArgumentTypeError(f"{value} is odd: rotary turns pairs, so an even number is allowed")
+    return value
+
+
+def _integer(text: str, least: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = None
+    if value is None or value < least:
+        raise argparse.ArgumentTypeError(f"{text!r}: an integer of at least {least} is allowed")
+    return value
+
+
+COMMANDS = {"run": run, "rotary": rotary}

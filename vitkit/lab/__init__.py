@@ -1,0 +1,1 @@
+"""What the notebooks stand on: workloads, timing, results, tables and plots. The ops never import it."""

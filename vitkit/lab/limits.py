@@ -1,0 +1,57 @@
+"""What the machine allows, measured in the same run as the ops: a copy of the same bytes, and a launch of nothing.
+
+A limit stands among a case's calls and is called with the op's inputs, but it computes something else: it brings its
+own buffers, its own `check` and its own count of bytes.
+"""
+
+import torch
+
+
+class CopyLimit:
+    """The limit of a memory-bound op that moves `n_bytes` in all: half of them read, and written into as many more.
+
+    Like an op it allocates its output in every call. It takes the next of its `n_sets` sources at every call: give it
+    as many as the case has sets of inputs, so that it meets the cache as cold as the ops do.
+    """
+
+    def __init__(self, n_bytes: int, n_sets: int, device):
+        if n_bytes < 8 or n_sets < 1:
+            raise ValueError(f"n_bytes={n_bytes}, n_sets={n_sets}: at least 8 bytes and one set are allowed")
+        words = n_bytes // 8  # int32: on a CPU torch copies single bytes more slowly
+        self.bytes, self.next = 8 * words, 0
+        self.sources = [torch.randint(2**31 - 1, (words,), dtype=torch.int32, device=device) for _ in range(n_sets)]
+
+    def __call__(self, *_):
+        source = self.sources[self.next]
+        self.next = (self.next + 1) % len(self.sources)
+        return torch.empty_like(source).copy_(source)  # contiguous, one dtype: the driver's own copy on a GPU
+
+    def check(self, copied) -> bool:
+        """Whether the last call copied what it should."""
+        return torch.equal(copied, self.sources[self.next - 1])
+
+
+class EmptyLaunch:
+    """The limit of host time on a GPU: the launch of a Triton kernel of one program that does nothing."""
+
+    bytes = 0
+
+    def __init__(self, device):
+        self.device = torch.device(device)
+        if self.device.type != "cuda":
+            raise ValueError(f"device={str(device)!r}: only a GPU is allowed, elsewhere nothing is launched")
+        import triton
+
+        @triton.jit
+        def _empty_kernel(x_ptr):
+            pass
+
+        self.kernel, self.x = _empty_kernel, torch.zeros(1, device=self.device)
+
+    def __call__(self, *_):
+        with torch.cuda.device(self.device):
+            self.kernel[(1,)](self.x)
+
+    def check(self, _) -> bool:
+        """It ran; there is nothing else to compare."""
+        return True

@@ -1,0 +1,285 @@
+"""Figures from rows of results: each function takes a DataFrame and returns a Figure, and reads no file.
+
+A row without a green check, or without a median, is never drawn. An implementation has one colour and one marker in
+every figure, so that figures compare at a glance, in grey too.
+"""
+
+import json
+import textwrap
+
+import pandas as pd
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from .figure import WIDTH, Figure
+from .partition import window_partition
+from .tables import is_correct
+
+__all__ = ["accuracy", "bandwidth", "latency", "speedup", "window_partition"]
+
+# Okabe and Ito's colours, then Tol's muted ones, which remain apart for colour-blind readers.
+STYLES = {
+    "reference": ("#000000", "o"),
+    "transformers": ("#D55E00", "s"),
+    "eager": ("#E69F00", "^"),
+    "torch": ("#56B4E9", "D"),
+    "torch_compile": ("#CC79A7", "v"),
+    "numba": ("#009E73", "P"),
+    "triton": ("#0072B2", "*"),
+    "triton_separate": ("#332288", "X"),
+    "flash_attn_2x": ("#882255", "<"),
+    "flash_attn_cat": ("#AA4499", ">"),
+    "liger": ("#999933", "h"),
+    "size_cache": ("#661100", "d"),
+}
+OTHERS = [("#6E6E6E", "p"), ("#9A9A9A", "H"), ("#4A4A4A", "8")]
+LIMITS = {"copy": "--", "empty_launch": ":"}
+X_LABELS = {"n_tokens": "tokens", "n_images": "images in the batch", "bytes": "bytes"}
+SIZES = {"*": 10, "P": 8, "X": 7.5}  # of markers, in points; 6 for the others
+GREY, GRID = "#555555", "#E4E4E4"
+
+
+def _figure(height):
+    fig = Figure(figsize=(WIDTH, height), layout="constrained", facecolor="white")
+    ax = fig.subplots()
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.set_axisbelow(True)
+    return fig, ax
+
+
+def _style(impl, others):
+    return STYLES.get(impl) or OTHERS[others.index(impl) % len(OTHERS)]
+
+
+def _rows(df, what, limits=(), column="median_us", one=("op", "direction", "dtype", "device", "clock")):
+    """Rows to draw, numbers as floats; ValueError where nothing is left or the rows are not of one kind."""
+    if not len(df):
+        raise ValueError(f"{what}: the frame has no row; at least one measured row is allowed")
+    rows = df.copy()
+    for name in {column, "median_us", "p20_us", "p80_us"} & set(rows):
+        rows[name] = pd.to_numeric(rows[name], errors="coerce")
+    limit = rows["impl"].isin(limits) & (rows["correct"].astype(str).str.lower() != "false")  # a limit needs no check
+    rows = rows[(is_correct(rows) | limit) & rows[column].gt(0)]
+    if rows["impl"].isin(limits).all():
+        raise ValueError(f"{what}: none of the {len(df)} rows has correct=True and a {column}; at least one must")
+    kinds = rows[~rows["impl"].isin(limits)]
+    for name in one:
+        values = sorted(map(str, kinds[name].dropna().unique())) if name in kinds else []
+        if len(values) > 1:
+            raise ValueError(f"{what}: the frame mixes {name}={values}; one {name} in a figure is allowed")
+    twice = kinds[kinds.duplicated(["impl", "case"])]
+    if len(twice):
+        impl, case = twice[["impl", "case"]].iloc[0]
+        raise ValueError(
+            f"{what}: more than one row for {impl} at {case!r}; one, such as of the newest run, is allowed"
+        )
+    return rows
+
+
+def _params(value):
+    try:
+        return json.loads(value) if isinstance(value, str) else dict(value or {})
+    except (TypeError, ValueError):
+        return {}
+
+
+def _titles(fig, rows, title, what, note):
+    """Title: op, dtype, what of the shape is common to all rows, device. Small: what is drawn; n, run, environment."""
+    only = {name: rows[name].dropna().astype(str).unique() for name in rows}
+
+    def common(name):
+        values = only.get(name, [])
+        return values[0] if len(values) == 1 and values[0] else ""
+
+    params = [_params(value) for value in rows["params"]] if "params" in rows else [{}]
+    shape = ", ".join(f"{k}={v}" for k, v in params[0].items() if all(p.get(k) == v for p in params))
+    parts = [common("op"), {"bwd": "backward"}.get(common("direction"), ""), common("dtype"), shape, common("device")]
+    n = pd.to_numeric(rows.get("n", pd.Series(dtype=float)), errors="coerce").dropna()
+    count = "" if n.empty else f"n={n.min():.0f}" + (f"–{n.max():.0f}" if n.max() > n.min() else "")
+    small = [count, f"{common('cache')} cache" if common("cache") else ""]
+    small += [f"{label} {common(name)}" for label, name in (("run", "run_id"), ("env", "env_id")) if common(name)]
+    title = textwrap.fill(title or ", ".join(filter(None, parts)), 76)
+    fig.suptitle(title, fontsize=12, fontweight="bold", x=0.01, ha="left")
+    fig.axes[0].set_title("; ".join(filter(None, [what, note])), fontsize=9, color=GREY, loc="left")
+    fig.supxlabel("; ".join(filter(None, small)), fontsize=9, color=GREY, x=0.01, ha="left")
+
+
+def _plain(value, base):
+    """1k, 4k, 16k, 1M: with base 1024 for powers of two, else 1000."""
+    for size, unit in ((base**2, "M"), (base, "k")):
+        if value >= size:
+            return f"{value / size:g}{unit}"
+    return f"{value:g}"
+
+
+def _log_x(ax, values):
+    low, high = min(values), max(values)
+    powers = [2**i for i in range(0, 40) if low / 1.5 <= 2**i <= high * 1.5]
+    powers = powers[:: -(-len(powers) // 9)] or [low]
+    ax.set_xscale("log", base=2)
+    ax.xaxis.set_major_locator(FixedLocator(powers))
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: _plain(v, 1024)))
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.set_xlim(low / 1.25, high * 1.25)
+
+
+def _log_y(ax, values):
+    low, high = min(values), max(values)
+    steps = (1, 2, 5) if high / low < 300 else (1,)
+    ticks = [s * 10.0**e for e in range(-4, 10) for s in steps]
+    ax.set_yscale("log")
+    ax.yaxis.set_major_locator(FixedLocator([t for t in ticks if low / 2.5 <= t <= high * 2.5]))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: _plain(v, 1000)))
+    ax.yaxis.set_minor_locator(NullLocator())
+    ax.set_ylim(low / 1.4, high * 1.4)
+
+
+def _lines(ax, rows, x, y, band, limits):
+    """One labelled line an implementation, the limits in grey behind them; the legend stands beside the plot."""
+    others = sorted(set(rows["impl"]) - set(STYLES) - set(limits))
+    ends = {}
+    for impl, group in rows.groupby("impl", sort=False):
+        group = group.sort_values([x, y])
+        ends[impl] = group[y].iloc[-1]
+        if impl in limits:
+            style = dict(color="#808080", ls=LIMITS.get(impl, "-."), lw=1.6, zorder=1, label=f"{impl} (limit)")
+            if group[x].nunique() == 1:
+                ax.axhline(group[y].median(), **style)
+            else:
+                ax.plot(group[x], group[y], **style)
+            continue
+        color, marker = _style(impl, others)
+        ax.plot(group[x], group[y], color=color, marker=marker, ms=SIZES.get(marker, 6), mec="white", mew=0.5, lw=1.6,
+                label=impl, zorder=3)  # fmt: skip
+        if band and {"p20_us", "p80_us"} <= set(group):
+            ax.fill_between(group[x], group["p20_us"], group["p80_us"], color=color, alpha=0.2, lw=0, zorder=2)
+    handles, labels = ax.get_legend_handles_labels()
+    order = sorted(range(len(labels)), key=lambda i: -ends[labels[i].removesuffix(" (limit)")])
+    ax.legend([handles[i] for i in order], [labels[i] for i in order], loc="upper left", bbox_to_anchor=(1.01, 1),
+              frameon=False, handlelength=2.4, borderaxespad=0)  # fmt: skip
+    ax.grid(True, color=GRID, lw=0.7, zorder=0)
+
+
+def latency(df, *, x="n_tokens", title=None, limits=("copy", "empty_launch"), xlabel=None) -> Figure:
+    """Latency against `x`, both axes logarithmic: median, with p20 to p80 as a band; one line an implementation.
+
+    df: rows of one op, direction, dtype, device and clock. `limits` are implementations to draw as dashed grey lines.
+    """
+    rows = _rows(df, "latency", limits)
+    fig, ax = _figure(4.6)
+    _lines(ax, rows, x, "median_us", True, limits)
+    _log_x(ax, rows[x])
+    _log_y(ax, rows["median_us"])
+    clock = rows["clock"].iloc[0] if "clock" in rows else "unknown"
+    ax.set_xlabel(xlabel or X_LABELS.get(x, x))
+    ax.set_ylabel(f"latency (µs), {clock} clock")
+    _titles(fig, rows[~rows["impl"].isin(limits)], title, "median, band p20–p80", "")
+    return fig
+
+
+def bandwidth(df, *, x="n_tokens", title=None, share=None, limits=("copy",), xlabel=None) -> Figure:
+    """Bandwidth reached against `x`, from 0: as a share of the copy of the same bytes, or in GB/s.
+
+    share: True, False, or None for a share wherever `df` has a copy for every point. The copy is the dashed line.
+    """
+    rows = _rows(df, "bandwidth", limits, column="gbps")
+    copy = rows[rows["impl"] == "copy"].groupby(x)["gbps"].last()
+    impls = rows["impl"] != "copy"
+    covered = rows.loc[impls, x].isin(copy.index).all()
+    if share and not covered:
+        missing = sorted(set(rows.loc[impls, x]) - set(copy.index))
+        raise ValueError(f"share=True: {x}={missing} has no copy to compare with; share=False is allowed")
+    share = covered if share is None else share
+    rows["reached"] = rows["gbps"] / rows[x].map(copy) if share else rows["gbps"]
+    rows = rows[rows["reached"].notna()]
+    fig, ax = _figure(4.2)
+    _lines(ax, rows, x, "reached", False, limits)
+    _log_x(ax, rows[x])
+    ax.set_ylim(0, rows["reached"].max() * 1.12)
+    if share:
+        ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:.0%}"))
+    clock = rows["clock"].iloc[0] if "clock" in rows else "unknown"
+    ax.set_xlabel(xlabel or X_LABELS.get(x, x))
+    ax.set_ylabel(f"bandwidth ({'% of the copy' if share else 'GB/s'}), {clock} clock")
+    note = f"the copy reaches {copy.min():.0f}–{copy.max():.0f} GB/s" if share else ""
+    _titles(fig, rows[~rows["impl"].isin(limits)], title, "bytes that must move / median", note)
+    return fig
+
+
+def speedup(df, baseline: str, *, title=None, limits=("copy", "empty_launch")) -> Figure:
+    """Horizontal bars: how many times faster than `baseline` each implementation is, grouped by case.
+
+    The baseline's own latency stands under the name of its case; a case without a green baseline is left out.
+    """
+    rows = _rows(df, "speedup", limits)
+    rows = rows[~rows["impl"].isin(limits)]
+    base = rows[rows["impl"] == baseline].set_index("case")["median_us"]
+    if base.empty:
+        raise ValueError(f"baseline={baseline!r}: one of {sorted(set(rows['impl']))} is allowed")
+    rows = rows[rows["case"].isin(base.index) & (rows["impl"] != baseline)]
+    if rows.empty:
+        raise ValueError(f"baseline={baseline!r}: no other implementation has a green row for the same case")
+    rows["speedup"] = rows["case"].map(base) / rows["median_us"]
+    impls = [*[i for i in STYLES if i in set(rows["impl"])], *sorted(set(rows["impl"]) - set(STYLES))]
+    others = [i for i in impls if i not in STYLES]
+    cases = list(dict.fromkeys(rows["case"]))
+    step = 0.84 / len(impls)
+    fig, ax = _figure(1.5 + len(cases) * max(0.5, 0.21 * len(impls) + 0.12))
+    for i, impl in enumerate(impls):
+        group = rows[rows["impl"] == impl]
+        at = [cases.index(case) - 0.42 + step * (i + 0.5) for case in group["case"]]
+        bars = ax.barh(at, group["speedup"], height=step * 0.9, color=_style(impl, others)[0], label=impl)
+        ax.bar_label(bars, [f"{v:.3g}×" for v in group["speedup"]], padding=3, fontsize=9)
+    ax.axvline(1, color="#404040", lw=1, ls="--")
+    ax.set_xlim(0, max(1, rows["speedup"].max()) * 1.12)
+    ax.set_ylim(len(cases) - 0.5, -0.5)
+    ax.set_yticks(range(len(cases)), [f"{case}\n({_us(base[case])})" for case in cases])
+    ax.tick_params(axis="y", length=0)
+    clock = rows["clock"].iloc[0] if "clock" in rows else "unknown"
+    ax.set_xlabel(f"speedup over {baseline} (times), {clock} clock")
+    ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, borderaxespad=0)
+    ax.grid(True, axis="x", color=GRID, lw=0.7)
+    _titles(fig, rows, title, f"ratio of medians; in brackets the median of {baseline}", "")
+    return fig
+
+
+def _us(value):
+    return f"{value / 1000:.3g} ms" if value >= 1000 else f"{value:.3g} µs"
+
+
+def accuracy(df, *, title=None) -> Figure:
+    """Share of the error allowed, one line an implementation, over dtype and head size; above the dashed 1 is red.
+
+    df: columns dtype, D, impl, share (as `cases.rotary_accuracy` gives them).
+    """
+    if not len(df):
+        raise ValueError("accuracy: the frame has no row; at least one is allowed")
+    names = [(dtype, dim) for dtype, dim in zip(df["dtype"], df["D"])]
+    places = {name: i for i, name in enumerate(dict.fromkeys(names))}
+    others = sorted(set(df["impl"]) - set(STYLES))
+    fig, ax = _figure(4.2)
+    impls = list(dict.fromkeys(df["impl"]))
+    for i, impl in enumerate(impls):
+        colour, marker = _style(impl, others)
+        mine = [(places[name], share) for name, share, who in zip(names, df["share"], df["impl"]) if who == impl]
+        x = [place + 0.12 * (i - (len(impls) - 1) / 2) for place, _ in mine]  # side by side: many are equal
+        ax.plot(x, [share for _, share in mine], marker, color=colour, label=impl, markersize=SIZES.get(marker, 6))
+    ax.axhline(1, color=GREY, linestyle="--", label="allowed")
+    ax.set_xticks(range(len(places)), [dim for _, dim in places], fontsize=9)
+    for dtype in dict.fromkeys(df["dtype"]):
+        at = [i for (name, _), i in places.items() if name == dtype]
+        ax.annotate(
+            dtype,
+            (sum(at) / len(at), 0),
+            (0, -24),
+            xycoords=("data", "axes fraction"),
+            textcoords="offset points",
+            ha="center",
+        )
+        ax.axvline(at[-1] + 0.5, color=GRID)
+    ax.set_ylim(0, max(1.15, 1.1 * df["share"].max()))
+    ax.set_xlabel("head size (entries) and dtype", labelpad=20)
+    ax.set_ylabel("error / error allowed (ratio)")
+    ax.grid(axis="y", color=GRID)
+    ax.set_title(title or "Error against float64", loc="left", fontsize=11, fontweight="bold")
+    ax.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9)
+    return fig

@@ -1,0 +1,272 @@
+"""Where results go: one CSV a notebook and device, appended row by row, with the figures drawn from it.
+
+A row is on the disk when `Run.add` returns, so that an interrupt loses nothing that had finished. A row is one line
+(line breaks in a cell become spaces): a line torn by a crash can be told from a whole one and spoils no other.
+"""
+
+import csv
+import hashlib
+import io
+import json
+import os
+import re
+import secrets
+import tempfile
+import time
+import warnings
+from pathlib import Path
+
+import pandas as pd
+
+from vitkit.lab import env
+from vitkit.lab.peers import PEERS
+
+STAMP = ["run_id", "utc", "env_id", "code_hash", "device"]  # filled in by Run
+COLUMNS = [
+    *("run_id", "utc", "env_id", "code_hash", "op", "impl", "direction", "device", "dtype", "case", "grid_thw"),
+    *("params", "n_images", "n_tokens", "clock", "cache", "n", "median_us", "p20_us", "p80_us", "first_call_us"),
+    *("bytes", "gbps", "correct", "error", "note"),
+]
+COUNT_COLUMNS = [*STAMP, "case", "version", "metric", "value", "unit"]
+INTEGERS = ["n_images", "n_tokens", "n", "bytes"]
+FLOATS = ["median_us", "p20_us", "p80_us", "first_call_us", "gbps", "value"]
+INFORMATION = ("not capturable", "absent")  # an `error` that begins so explains a blank and is no failure
+
+
+def repo_root() -> Path:
+    """The checkout that holds this package, or the current folder where it is installed without one."""
+    top = Path(__file__).resolve().parents[2]
+    return top if (top / "pyproject.toml").is_file() else Path.cwd()
+
+
+def code_hash(notebook_stem: str, root=None) -> str:
+    """sha256 over every vitkit/**/*.py (name and bytes) and the cells' sources of notebooks/<notebook_stem>.ipynb.
+
+    Outputs and metadata of the notebook do not count: running it must not change the hash.
+    """
+    root = Path(root) if root else repo_root()
+    package = root / "vitkit" if (root / "vitkit").is_dir() else Path(__file__).resolve().parents[1]
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py"), key=lambda path: path.relative_to(package).as_posix()):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(package).as_posix()}\0{len(content)}\0".encode() + content)
+    notebook = root / "notebooks" / f"{notebook_stem}.ipynb"
+    if notebook.is_file():
+        cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+        digest.update(json.dumps([[cell["cell_type"], "".join(cell["source"])] for cell in cells]).encode())
+    return digest.hexdigest()
+
+
+class Run:
+    """One execution of a notebook on one device: adds rows and counts, saves figures and tables, and at the end says
+    what it wrote and whether all of it was right.
+
+    notebook: its stem, such as 2_rot_pos_ids. device: as `env.resolve_device` takes it. out: the folder for data/ and
+    figures/; "" is the repository. What could make the first write fail (a folder that cannot be written, a file of
+    another layout) is a ValueError here, before anything is measured.
+    """
+
+    def __init__(self, notebook: str, device="auto", out=""):
+        if not re.fullmatch(r"\w[\w-]*", str(notebook)):
+            raise ValueError(f"notebook={notebook!r}: letters, digits, _ and - are allowed")
+        self.device = env.resolve_device(device)
+        self.notebook, self.slug = notebook, env.device_slug(self.device)
+        self.root = Path(out).expanduser().resolve() if out else repo_root()
+        self.results = self.root / "data" / "results" / self.slug / f"{notebook}.csv"
+        self.counts = self.results.with_name(f"{notebook}-counts.csv")
+        self.figures = self.root / "figures" / self.slug
+        self._written = []
+        for folder in (self.results.parent, self.figures, self.root / "data" / "env"):
+            _check_writable(folder, out)
+        for path, columns in ((self.results, COLUMNS), (self.counts, COUNT_COLUMNS)):
+            _check_header(path, columns)
+        now = time.gmtime()
+        self.utc = time.strftime("%Y-%m-%dT%H:%M:%SZ", now)
+        self.run_id = f"{time.strftime('%Y%m%dT%H%M%SZ', now)}-{secrets.token_hex(2)}"
+        description = env.describe(self.device)
+        self.env_id = env.env_id(description)
+        self.code_hash = code_hash(notebook)
+        self._note(env.save_env(description, self.root))
+
+    def add(self, rows) -> None:
+        """Appends one row (a dict) or several to data/results/<slug>/<notebook>.csv. What a row lacks stays blank."""
+        rows = [rows] if isinstance(rows, dict) else list(rows)
+        for row in rows:
+            unknown = sorted(set(row) - set(COLUMNS))
+            if unknown or not row.get("op") or not row.get("impl"):
+                raise ValueError(f"row={row!r}: op, impl and names from {COLUMNS} are allowed, not {unknown}")
+        self._append(self.results, COLUMNS, rows)
+
+    def count(self, case, version, metric, value, unit="") -> None:
+        """Appends one counted or computed number (launches, bytes, an error norm) to <notebook>-counts.csv."""
+        row = {"case": case, "version": version, "metric": metric, "value": value, "unit": unit}
+        self._append(self.counts, COUNT_COLUMNS, [row])
+
+    def frame(self) -> pd.DataFrame:
+        """This run's rows, as they are on the disk."""
+        return self._mine(self.results, COLUMNS)
+
+    def count_frame(self) -> pd.DataFrame:
+        """This run's counts, as they are on the disk."""
+        return self._mine(self.counts, COUNT_COLUMNS)
+
+    def save_figure(self, fig, name: str) -> None:
+        """figures/<slug>/<notebook>-<name>.svg and .png; the same figure gives the same bytes (no date, fixed ids)."""
+        import matplotlib
+
+        for kind, metadata in (("svg", {"Date": None}), ("png", None)):
+            data = io.BytesIO()
+            with matplotlib.rc_context({"svg.hashsalt": "vitkit"}):
+                fig.savefig(data, format=kind, metadata=metadata, dpi=150, bbox_inches="tight")
+            self._save(name, kind, data.getvalue())
+
+    def save_table(self, df: pd.DataFrame, name: str) -> None:
+        """figures/<slug>/<notebook>-<name>.md."""
+        from vitkit.lab.tables import markdown
+
+        self._save(name, "md", (markdown(df).rstrip("\n") + "\n").encode())
+
+    def paths(self) -> list[Path]:
+        """Everything this run wrote, relative to `root`, each once, in the order of writing."""
+        return [path.relative_to(self.root) for path in self._written]
+
+    def finish(self) -> None:
+        """Prints the paths, then RuntimeError if a row of ours is wrong or failed, for the exit code.
+
+        A peer's failure is printed and no more: it says something about the peer's installation.
+        """
+        for path in self.paths():
+            print(f"wrote {path.as_posix()}")
+        df = self.frame()
+        wrong = df[df.correct.eq(False).fillna(False) | (df.error.ne("") & ~df.error.str.startswith(INFORMATION))]
+        for r in wrong[wrong.impl.isin(PEERS)].itertuples():
+            print(f"{r.impl} is not compared ({r.op}, {r.case}): {r.error or r.note or 'wrong'}")
+        wrong = wrong[~wrong.impl.isin(PEERS)]
+        if len(wrong):
+            said = [f"({r.op}, {r.impl}, {r.case}): {r.error or r.note or 'wrong'}" for r in wrong.itertuples()]
+            raise RuntimeError(f"{len(wrong)} of {len(df)} rows are wrong or failed: " + "; ".join(dict.fromkeys(said)))
+
+    def _append(self, path, columns, rows):
+        stamp = {name: getattr(self, name) for name in STAMP}
+        stamp["device"] = self.slug  # "cuda:0" would not tell machines apart once files are joined
+        if rows:
+            _append_lines(
+                path, columns, [[_cell(name, {**row, **stamp}.get(name)) for name in columns] for row in rows]
+            )
+            self._note(path)
+
+    def _mine(self, path, columns):
+        df = read_rows(path) if path.exists() else _typed(pd.DataFrame(columns=columns, dtype=object))
+        return df[df.run_id == self.run_id].reset_index(drop=True)
+
+    def _save(self, name, kind, content: bytes):
+        path = self.figures / f"{self.notebook}-{name}.{kind}"
+        part = path.with_suffix(f".{kind}.part")
+        part.write_bytes(content)
+        os.replace(part, path)  # an interrupt leaves the old file or the new one
+        self._note(path)
+
+    def _note(self, path):
+        if path not in self._written:
+            self._written.append(path)
+
+
+def read_rows(path) -> pd.DataFrame:
+    """A results or counts file as a DataFrame. Blank is "" in text, NaN in times, <NA> in counts and in `correct`.
+
+    Torn lines are left out with a warning; a file of another layout is a ValueError.
+    """
+    path = Path(path)
+    lines = path.read_bytes().decode("utf-8", errors="replace").split("\n")
+    columns = lines[0].split(",")
+    if columns not in (COLUMNS, COUNT_COLUMNS) or len(lines) < 2:
+        raise ValueError(f"{path}: its first line is not the header of results or counts: {lines[0][:80]!r}")
+    tail, rows, torn = lines.pop(), [], []
+    for number, line in enumerate(lines[1:], 2):
+        try:  # each line by itself: a quote left open in one must not swallow the next
+            cells = next(csv.reader([line], strict=True), [])
+        except csv.Error:
+            cells = []
+        rows.append(cells) if len(cells) == len(columns) else torn.append(number)
+    if tail:  # what follows the last line break was being written when something stopped it
+        torn.append(len(lines) + 1)
+    if torn:
+        warnings.warn(f"{path}: left out torn lines {torn}", stacklevel=2)
+    return _typed(pd.DataFrame(rows, columns=columns, dtype=object))
+
+
+def newest(df: pd.DataFrame) -> pd.DataFrame:
+    """The rows of the newest run in `df`: by utc, then by run_id."""
+    if df.empty:
+        return df
+    return df[df.run_id == max(zip(df.utc, df.run_id))[1]].reset_index(drop=True)
+
+
+def _typed(df):
+    for name in df.columns:
+        blank = df[name].eq("")
+        if name in INTEGERS:
+            df[name] = pd.to_numeric(df[name].mask(blank)).astype("Int64")
+        elif name in FLOATS:
+            df[name] = pd.to_numeric(df[name].mask(blank)).astype("float64")
+        elif name == "correct":
+            df[name] = df[name].map({"true": True, "false": False}).astype("boolean")
+        else:
+            df[name] = df[name].astype(str)
+    return df
+
+
+def _cell(name, value) -> str:
+    """A value as the text of one cell: JSON for lists and dicts, true and false, blank for None and NaN."""
+    if hasattr(value, "tolist"):  # a numpy number or array, a tensor
+        value = value.tolist()
+    if name in ("grid_thw", "params") and value is not None and not isinstance(value, str):
+        return json.dumps(value, separators=(",", ":"))
+    if pd.isna(value):
+        return ""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return re.sub(r"[\r\n]+", " ", str(value))
+
+
+def _append_lines(path, columns, rows):
+    """Appends `rows` in one write, under a header where the file is new, and waits for the disk."""
+    text = io.StringIO()
+    fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        size = os.fstat(fd).st_size
+        if size:
+            os.lseek(fd, size - 1, os.SEEK_SET)
+            if os.read(fd, 1) != b"\n":  # a crash tore the last line: leave it alone and begin a new one
+                text.write("\n")
+        csv.writer(text, lineterminator="\n").writerows(rows if size else [columns, *rows])
+        data = text.getvalue().encode()
+        if os.write(fd, data) != len(data):  # the disk is full: take back the part that was written
+            os.ftruncate(fd, size)
+            raise OSError(f"{path}: no space left for {len(data)} bytes")
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _check_header(path, columns):
+    if path.exists() and path.stat().st_size:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            header = file.readline()
+        if header != ",".join(columns) + "\n":
+            raise ValueError(
+                f"{path}: its header is {header.strip()[:60]!r}..., another layout than this version writes "
+                f"({','.join(columns[:4])},...); move the file away"
+            )
+
+
+def _check_writable(folder, out):
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise ValueError(
+            f"out={str(out)!r}: cannot write in {folder} ({reason}); a writable folder is allowed"
+        ) from None

@@ -1,0 +1,98 @@
+"""Tables from rows of results: a summary, this machine beside the published figures, and Markdown of either."""
+
+import json
+import math
+from pathlib import Path
+
+import pandas as pd
+
+
+def is_correct(df: pd.DataFrame) -> pd.Series:
+    """True where a row's check was green: `correct` as a bool, or as the text that a CSV file holds."""
+    return df["correct"].map(lambda value: str(value).strip().lower() == "true").astype(bool)
+
+
+def _timed(df):
+    """Rows that may show a number: the check was green and there is a median."""
+    return df[is_correct(df) & pd.to_numeric(df["median_us"], errors="coerce").notna()]
+
+
+def _varying(df, names):
+    return [name for name in names if name in df and df[name].nunique(dropna=False) > 1]
+
+
+def summary(df: pd.DataFrame, baseline: str) -> pd.DataFrame:
+    """case, impl, median, p20, p80, n and the speedup over `baseline`; blank where the check was not green.
+
+    Columns that vary (op, direction, dtype, device, clock) come first, and a speedup compares only equal ones. Of
+    rows that agree in all of these the last is taken.
+    """
+    if baseline not in set(df["impl"]):
+        raise ValueError(f"baseline={baseline!r}: one of {sorted(set(df['impl']))} is allowed")
+    keys = [*_varying(df, ["op", "direction", "dtype", "device", "clock"]), "case"]
+    df = df.drop_duplicates([*keys, "impl"], keep="last")
+    good = df.index.isin(_timed(df).index)
+    median = pd.to_numeric(df["median_us"], errors="coerce").where(good)
+    base = {
+        tuple(row): value for *row, impl, value in zip(*(df[k] for k in keys), df["impl"], median) if impl == baseline
+    }
+    over = pd.Series([base.get(tuple(row), float("nan")) for row in zip(*(df[k] for k in keys))], index=df.index)
+    out = df[[*keys, "impl"]].copy()
+    out["median µs"] = median
+    for name in ("p20_us", "p80_us"):
+        out[name[:3] + " µs"] = pd.to_numeric(df[name], errors="coerce").where(good)
+    out["n"] = df["n"]
+    out["correct"] = is_correct(df)
+    out[f"speedup over {baseline}"] = over / median
+    return out.reset_index(drop=True)
+
+
+def load_published(root: Path | None = None) -> dict:
+    """data/published.json below `root`: for every table its op, title, unit, machine, columns and rows."""
+    if root is None:
+        from .results import repo_root
+
+        root = repo_root()
+    return json.loads((Path(root) / "data" / "published.json").read_text(encoding="utf-8"))
+
+
+def published(df: pd.DataFrame, table: str, root: Path | None = None) -> pd.DataFrame:
+    """The published figures of a table, and beside them this machine's medians in ms, one column an implementation.
+
+    table: a key of data/published.json: rot_pos_ids_gpu, rot_pos_ids_cpu and window_index_gpu have one row a workload;
+    rotary one row a kernel, and one column a case of `df`. Every column says on which machine it was measured. Only
+    rows of the table's op with a green check count; of several rows for one place the last is taken.
+    """
+    tables = load_published(root)
+    if table not in tables:
+        raise ValueError(f"table={table!r}: one of {sorted(tables)} is allowed")
+    info = tables[table]
+    key, across = info["key"], {"case": "impl", "impl": "case"}[info["key"]]
+    columns = [f"{name}, {info['unit']} ({info['machine']}, published)" for name in info["columns"]]
+    out = pd.DataFrame.from_dict(info["rows"], orient="index", columns=columns)
+    out.index.name = key
+    rows = _timed(df)
+    rows = rows[(rows["op"] == info["op"]) & rows[key].isin(out.index)]
+    extra = _varying(rows, ["direction", "dtype", "clock"])
+    for (name, device, *more), group in rows.groupby([across, "device", *extra], sort=False):
+        last = group.drop_duplicates(key, keep="last").set_index(key)["median_us"]
+        out[", ".join([name, *map(str, more), f"ms ({device})"])] = last.astype(float) / 1000
+    return out.reset_index()
+
+
+def _cell(value) -> str:
+    if value is None or value is pd.NA or (isinstance(value, float) and math.isnan(value)):
+        return ""
+    if isinstance(value, float):  # numpy's float64 is one; four digits, and no exponent for a large number
+        return f"{value:.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"
+    return str(value).replace("|", "\\|").replace("\n", "<br>")
+
+
+def markdown(df: pd.DataFrame) -> str:
+    """A GitHub table, numbers to the right, floats with four digits, nothing where there is no value."""
+    if not isinstance(df.index, pd.RangeIndex):
+        df = df.reset_index()
+    right = [pd.api.types.is_numeric_dtype(df[c]) and not pd.api.types.is_bool_dtype(df[c]) for c in df.columns]
+    lines = [[_cell(c) for c in df.columns], ["---:" if r else "---" for r in right]]
+    lines += [[_cell(value) for value in row] for row in df.itertuples(index=False, name=None)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)

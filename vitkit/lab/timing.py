@@ -1,0 +1,287 @@
+"""How a time is taken. Read this before believing a number.
+
+Three clocks, and a row always says which:
+  host    until the call returns. On a GPU that is the cost of launching; the device is idle when the call begins.
+  e2e     until the result is ready on the device (synchronised inside the time). On the CPU the only clock.
+  kernel  the device's own time: calls captured in a CUDA graph, so that neither Python nor the launches count.
+
+Every implementation is first called on the inputs about to be timed and its outputs are compared with the reference;
+one that fails is not timed. The others are warmed up and then timed in one process in rounds: every implementation
+once a round, in an order shuffled anew with a fixed seed, so that drifting clocks and noisy neighbours fall on all
+alike. Outputs are allocated inside every timed call and freed outside the time.
+"""
+
+import functools
+import gc
+import math
+import random
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from vitkit.lab.limits import CopyLimit, EmptyLaunch
+
+CLOCKS = {"cpu": ("e2e",), "cuda": ("host", "e2e", "kernel")}
+MIN_GRAPH_US = 200  # a CUDA event resolves 0.5 us, and the two around a graph cost about 1 us: together below 1 %
+MAX_GRAPH_CALLS = 1024
+
+
+@dataclass
+class Case:
+    """One op on one workload, and what computes it.
+
+    calls: {impl: callable(*inputs) -> outputs}. A limit (`CopyLimit`, `EmptyLaunch`) may stand among them.
+    inputs: one tuple, or several of equal shapes: the kernel clock goes through all, host and e2e use the first.
+    check: callable(impl, outputs, inputs) -> bool or (bool, note), with the inputs that gave these outputs.
+    fresh: callable() -> a new copy of inputs[0] for the first, checked call of each implementation, so that a call
+        that works in place cannot spoil the check of the next. (By then the copy that `check` is given is changed as
+        well: an in-place op's check compares with a result computed beforehand.) The timed calls use `inputs` as
+        they are and change them again and again, which for a rotation costs the same and overflows nothing.
+    bytes: the fewest bytes that the op must read and write; 0 where that says nothing, and then there is no gbps.
+    """
+
+    op: str
+    case: str
+    calls: dict[str, Callable]
+    inputs: list[tuple]
+    check: Callable
+    fresh: Callable | None = None
+    grid_thw: list | None = None
+    params: dict = field(default_factory=dict)
+    dtype: str = ""
+    n_images: int = 0
+    n_tokens: int = 0
+    bytes: int = 0
+    direction: str = "fwd"
+
+
+def measure(
+    case: Case, clock: str, *, device, n=None, budget_s=2.0, n_min=5, n_max=200, warmup=3, on_rows=None
+) -> list[dict]:
+    """One row an implementation, in the order of `case.calls`.
+
+    n rounds; without n, as many as fit into `budget_s` seconds going by the last warm-up round, within n_min and
+    n_max. first_call_us is the first call in this measurement, ready on the device: it holds JIT compilation where
+    nothing had compiled it yet. An implementation that raises has `error`; one that is wrong has correct=False and a
+    note; neither has any time. `on_rows(rows)` is called when the case is done, to save it before the next begins.
+    """
+    device = torch.device(device)
+    if clock not in CLOCKS.get(device.type, ()):
+        raise ValueError(f"clock={clock!r} on {device}: one of {', '.join(CLOCKS.get(device.type, ()))} is allowed")
+    if not case.inputs or not case.calls:
+        raise ValueError(f"case={case.case!r}: at least one call and one set of inputs is allowed")
+    rows = {impl: _first_call(case, impl, device) for impl in case.calls}
+    samplers = {}
+    for impl, row in rows.items():
+        row.update(clock=clock, cache="warm")
+        if row["correct"]:
+            if clock == "kernel":
+                _add_graph(case, impl, device, row, samplers)
+            else:
+                samplers[impl] = _call_sampler(case.calls[impl], case.inputs[0], device, clock)
+    for impl, times in _rounds(samplers, n, budget_s, n_min, n_max, warmup).items():
+        _add_statistics(rows[impl], times, getattr(case.calls[impl], "bytes", case.bytes))
+    samplers.clear()  # lets go of the graphs and of the memory of their outputs
+    rows = list(rows.values())
+    if on_rows:
+        on_rows(rows)
+    return rows
+
+
+def _first_call(case, impl, device) -> dict:
+    """Calls and checks `impl` once; the row without its times."""
+    row = {"op": case.op, "impl": impl, "direction": case.direction, "dtype": case.dtype, "case": case.case}
+    row.update(grid_thw=case.grid_thw, params=case.params, n_images=case.n_images, n_tokens=case.n_tokens)
+    row.update(correct=None, error="", note="")
+    call = case.calls[impl]
+    try:
+        inputs = case.fresh() if case.fresh else case.inputs[0]
+        _sync(device)
+        start = time.perf_counter_ns()
+        outputs = call(*inputs)
+        _sync(device)
+        first_call_us = (time.perf_counter_ns() - start) / 1e3
+        if isinstance(call, (CopyLimit, EmptyLaunch)):  # a limit computes something else than the op: it checks itself
+            verdict = call.check(outputs)
+        else:
+            verdict = case.check(impl, outputs, inputs)
+        correct, note = verdict if isinstance(verdict, tuple) else (verdict, "")
+        row.update(correct=bool(correct), note=str(note))
+        if correct:
+            row["first_call_us"] = round(first_call_us, 3)
+    except Exception as error:
+        row["error"] = _said(error)
+    return row
+
+
+def _rounds(samplers, n, budget_s, n_min, n_max, warmup) -> dict:
+    """{impl: times of one call in us}, interleaved."""
+    times = {impl: [] for impl in samplers}
+    order, shuffle = list(samplers), random.Random(0).shuffle
+    if not order:
+        return times
+    with _no_collection():  # one that falls into a call would be charged to it
+        round_s = 0.0
+        for _ in range(warmup):
+            start = time.perf_counter()
+            for impl in order:
+                samplers[impl]()
+            round_s = time.perf_counter() - start
+        if n is None:
+            n = max(n_min, min(n_max, int(budget_s / round_s) if round_s else n_max))
+        for _ in range(n):
+            shuffle(order)
+            for impl in order:
+                times[impl].append(samplers[impl]())
+    return times
+
+
+def _call_sampler(call, inputs, device, clock):
+    """For the clocks host and e2e: () -> us of one call."""
+
+    def sample():
+        _sync(device)  # an idle device: the call neither waits behind earlier work nor for a full queue
+        start = time.perf_counter_ns()
+        outputs = call(*inputs)
+        if clock == "e2e":
+            _sync(device)
+        elapsed = time.perf_counter_ns() - start
+        del outputs  # freed outside the time
+        return elapsed / 1e3
+
+    return sample
+
+
+def _add_graph(case, impl, device, row, samplers):
+    """For the clock kernel: captures `impl` over every set of inputs and adds its sampler, () -> mean us of one call.
+
+    A graph shorter than MIN_GRAPH_US is captured again with as many passes over the sets as it takes. A sample is the
+    mean over the calls of one replay (so p20 and p80 are of such means). It contains the device's own pause from one
+    kernel to the next, about 1 us, and it does not see work of the host: that is what the other clocks are for.
+    """
+    try:
+        # The stream is named because a failed capture leaves its own as the current one.
+        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream(device)):
+            sets = len(case.inputs)
+            graph, touched = _capture(case.calls[impl], case.inputs, 1, device)
+            sample = _graph_sampler(graph, sets, device)
+            sample()
+            us = max(sample() * sets, 1.0)
+            passes = min(math.ceil(MIN_GRAPH_US / us), max(1, MAX_GRAPH_CALLS // sets))
+            if passes > 1:
+                del graph, sample
+                graph, _ = _capture(case.calls[impl], case.inputs, passes, device)
+                sample = _graph_sampler(graph, sets * passes, device)
+                sample()  # an error of the replay belongs to this row
+        samplers[impl] = sample
+        # Between two uses of a set all the others are touched: cold if that is more than the cache holds. Twice the
+        # cache, because its replacement is not strictly least recently used.
+        if sets > 1 and touched > 2 * cache_bytes(device):
+            row["cache"] = "cold"
+    except Exception as error:
+        row["error"] = f"not capturable: {_said(error)}"
+
+
+def _capture(call, input_sets, passes, device):
+    """(CUDA graph of `call` on every set of inputs, `passes` times over; bytes of all inputs and outputs of a pass)."""
+    side = _side_stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        for i in range(max(3, len(input_sets))):  # compiles, loads and allocates what a capture must not
+            call(*input_sets[i % len(input_sets)])
+    torch.cuda.current_stream(device).wait_stream(side)
+    torch.cuda.synchronize(device)
+    graph, outputs = torch.cuda.CUDAGraph(), []
+    # thread_local: what other threads of the process (a notebook's kernel, NCCL) do must not break the capture.
+    with _no_collection(), torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+        for _ in range(passes):
+            for inputs in input_sets:
+                # Kept until the capture ends, so that every call has memory of its own: stores meet a cold cache too.
+                outputs.append(call(*inputs))
+    return graph, _storage_bytes([input_sets, outputs])
+
+
+@functools.cache
+def _side_stream(device):
+    """One stream for all captures: memory that the allocator keeps for one stream is of no use to another."""
+    return torch.cuda.Stream(device)
+
+
+def _graph_sampler(graph, n_calls, device):
+    def sample():
+        with torch.cuda.device(device):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            # One replay that is not timed keeps the device busy while the timed one is being queued: otherwise the
+            # start event fires on an idle device and the launch of the graph, about 10 us, is charged to the kernels.
+            graph.replay()
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            return start.elapsed_time(end) * 1e3 / n_calls
+
+    return sample
+
+
+def _add_statistics(row, times, n_bytes):
+    median, p20, p80 = np.percentile(times, [50, 20, 80]).tolist()
+    row.update(n=len(times), median_us=round(median, 3), p20_us=round(p20, 3), p80_us=round(p80, 3))
+    if n_bytes:
+        row.update(bytes=int(n_bytes), gbps=round(n_bytes / median / 1e3, 3))
+
+
+def input_sets(make, bytes_per_set: int, device) -> list[tuple]:
+    """Calls `make()`, which returns one tuple of inputs, once on the CPU; on a GPU as often as it takes for the sets
+    (of `bytes_per_set`, inputs and outputs) to exceed 4 caches together, at least 2 and at most 512 times."""
+    device = torch.device(device)
+    if device.type == "cpu":
+        return [make()]
+    return [make() for _ in range(min(512, max(2, 4 * cache_bytes(device) // max(1, bytes_per_set) + 1)))]
+
+
+def cache_bytes(device) -> int:
+    """Size of the GPU's last cache, 64 MiB where torch does not report it. An MI300X has 256 MiB behind the L2 that
+    ROCm reports, so at least that under ROCm."""
+    l2 = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0) or 64 * 2**20
+    return max(l2, 256 * 2**20) if torch.version.hip else l2
+
+
+def _storage_bytes(tree) -> int:
+    """Bytes of the distinct storages under nested lists, tuples, dicts and objects with attributes."""
+    sizes, queue = {}, [tree]
+    while queue:
+        item = queue.pop()
+        if isinstance(item, torch.Tensor):
+            sizes[item.untyped_storage().data_ptr()] = item.untyped_storage().nbytes()
+        elif isinstance(item, (list, tuple)):
+            queue.extend(item)
+        elif hasattr(item, "__dict__") and not callable(item):
+            queue.extend(vars(item).values())
+        elif isinstance(item, dict):
+            queue.extend(item.values())
+    return sum(sizes.values())
+
+
+@contextmanager
+def _no_collection():
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _sync(device):
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _said(error) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
