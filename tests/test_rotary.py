@@ -62,7 +62,7 @@ def test_dtypes_and_head_sizes(impl, dtype, D):
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("table_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("table_dtype", [*DTYPES, torch.float64], ids=str)
 @pytest.mark.parametrize("doubled", [False, True])
 def test_tables_of_another_dtype_or_doubled(impl, dtype, table_dtype, doubled):
     q, k = randn(9, 2, 80, dtype=dtype), randn(9, 2, 80, dtype=dtype)

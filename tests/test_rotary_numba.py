@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from vitkit.rotary import numba_kernels
+from vitkit.rotary import numba_heads, numba_kernels
 from vitkit.rotary.numba_kernels import rotary_qk
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -18,9 +18,9 @@ HOST_FP16 = numba_kernels.KINDS[torch.float16]
 @pytest.fixture(params=["integers", "f16c"])
 def fp16(request, monkeypatch):
     """Both ways to convert fp16: the project's on integers, and the CPU's where it has one."""
-    if request.param == "f16c" and HOST_FP16 != numba_kernels.FLOAT16_F16C:
+    if request.param == "f16c" and HOST_FP16 != numba_heads.FLOAT16_F16C:
         pytest.skip("this CPU does not convert fp16 by itself")
-    kind = numba_kernels.FLOAT16 if request.param == "integers" else HOST_FP16
+    kind = numba_heads.FLOAT16 if request.param == "integers" else HOST_FP16
     monkeypatch.setitem(numba_kernels.KINDS, torch.float16, kind)
 
 

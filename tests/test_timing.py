@@ -136,7 +136,7 @@ def test_sets_of_inputs_exceed_the_cache_within_bounds(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties())
     monkeypatch.setattr(torch.version, "hip", None)
-    assert [len(input_sets(tuple, 2**20 * mib, "cuda:0")) for mib in (1, 10, 1000)] == [64, 21, 2]
+    assert [len(input_sets(tuple, int(2**20 * mib), "cuda:0")) for mib in (1 / 4, 1, 10, 1000)] == [512, 201, 21, 2]
     assert len(input_sets(tuple, 1, "cpu")) == 1
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert timing.cache_bytes("cuda:0") == 256 * 2**20  # the cache behind the L2 that ROCm reports

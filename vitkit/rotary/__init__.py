@@ -66,7 +66,10 @@ def apply_rotary_qk(q, k, cos, sin, *, inplace=False, impl="auto") -> tuple[torc
     """
     _check(q, k, cos, sin, inplace)
     rotate = _choose(impl, q, k, cos, sin)
-    cos, sin = (x if x.stride(-1) == 1 else x.contiguous() for x in (cos, sin))
+    if cos.stride(-1) != 1 or sin.stride(-1) != 1:
+        cos, sin = cos.contiguous(), sin.contiguous()
+    if torch.float64 in (cos.dtype, sin.dtype) and q.dtype != torch.float64:  # the arithmetic is fp32
+        cos, sin = cos.float(), sin.float()
     return rotate(q, k, cos, sin, inplace)
 
 
