@@ -22,6 +22,7 @@ $(STAMP): requirements.txt pyproject.toml
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { \
 	  $(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("$(PYTHON) is Python " + sys.version.split()[0] + ", but vitkit needs 3.11 or later: make PYTHON=/path/to/python3")' \
 	  && $(PYTHON) -m venv --clear .venv; }
+	@echo "Installing requirements.txt into .venv; torch alone takes a while and, with CUDA, several GB."
 	@$(BIN)/python -m pip install --disable-pip-version-check -r requirements.txt
 	@touch $(STAMP)
 

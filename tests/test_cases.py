@@ -57,6 +57,36 @@ def test_a_wrong_index_tensor_gets_no_time(change):
     assert row["correct"] is False and row["note"] and "median_us" not in row
 
 
+def test_one_wrong_entry_among_millions_is_found():
+    r = cases.rotary_inputs([[1, 64, 64]], Geometry(), CPU, torch.bfloat16)[0]
+    right = rotary_case().calls["numba"](r)
+    assert cases.rotary_error("numba", right, r)[1] <= 1
+    for spoil in (lambda q: q[5, 3].__setitem__(7, 0), lambda q: q[4000, 15].neg_()):
+        wrong = right[0].clone()
+        spoil(wrong)
+        assert cases.rotary_error("numba", (wrong, right[1]), r)[1] > 1
+
+
+def test_a_wrong_inverse_is_found():
+    case = cases.index_case("window_index", "x", [[2, 6, 10]], Geometry(), CPU, threads=1)
+    good = case.calls["torch"]
+
+    def wrong(grid, table):
+        out = good(grid, table)
+        out.reverse = out.reverse.flip(0)
+        return out
+
+    case.calls = {"wrong": wrong}
+    assert measure(case, "e2e", device=CPU, n=1)[0]["correct"] is False
+
+
+def test_rows_count_patches_and_the_fewest_bytes():
+    case = cases.rotary_case("x", [[1, 4, 6]], Geometry(num_heads=2), CPU, "bfloat16", threads=1, batch=3, limits=False)
+    assert (case.n_tokens, case.n_images, case.bytes) == (3 * 24, 1, 2 * 2 * 3 * 24 * 2 * 80 * 2)
+    case = cases.index_case("window_index", "x", [[2, 6, 10], [1, 8, 8]], Geometry(), CPU, threads=1)
+    assert (case.n_tokens, case.n_images, case.bytes) == (184, 2, 4 * (46 + 46 + 6))
+
+
 def test_sizes_and_threads():
     assert cases.pick_size("auto", "cpu").name == "cpu" and cases.pick_size("auto", "cuda").name == "gpu"
     with pytest.raises(ValueError, match="size='huge'.*'auto', 'tiny', 'cpu', 'gpu'"):

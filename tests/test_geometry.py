@@ -1,5 +1,6 @@
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -32,6 +33,12 @@ def test_bad_grids_are_refused_with_the_offending_value(bad):
         torch.tensor([[True, True, True]]),
         np.array([[1, 8, 8]], dtype=np.float32),
         [[1, 8, None]],
+        [[1, 8, 0]],
+        [[1, 0, 8]],
+        np.empty((0, 5), dtype=np.int64),
+        np.empty((0, 3)),
+        torch.empty(0),
+        torch.tensor([[1, 8, 8]]).to_sparse(),
         [[1, 8, np.bool_(True)]],
         [[1, 8, float("nan")]],
         [(1, 8, 8), "188"],
@@ -96,12 +103,26 @@ def test_an_empty_grid_is_legal(empty):
         {"rope_theta": -1.0},
         {"rope_theta": float("nan")},
         {"rope_theta": "1e4"},
+        {"rope_theta": 10**400},
+        {"window_size": 2**31},
     ],
     ids=str,
 )
 def test_a_bad_geometry_is_refused_by_name(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
         Geometry(**bad)
+
+
+def test_numpy_numbers_in_a_geometry_become_plain_ones():
+    small = Geometry(spatial_merge_size=np.uint8(2), window_size=np.uint8(112), rope_theta=np.float32(10000))
+    assert small == QWEN and type(small.window_size) is int and type(small.rope_theta) is float
+
+
+def test_counts():
+    grid = [(3, 6, 10), (1, 8, 8), (2, 2, 34)]
+    assert (geo.num_patches(grid), geo.num_frames(grid)) == (180 + 64 + 136, 6)
+    assert geo.num_windows(grid, QWEN) == 3 * 2 + 1 + 2 * 5 and geo.num_windows(grid, Geometry.qwen2_vl()) == 6
+    assert (geo.num_patches([]), geo.num_frames([]), geo.num_windows([], QWEN)) == (0, 0, 0)
 
 
 def test_the_published_geometries():
@@ -118,3 +139,6 @@ def test_geometry_of_the_installed_transformers_configs():
     assert Geometry.from_config(Qwen2VLVisionConfig()) == Geometry.qwen2_vl()
     assert Geometry.from_config(Qwen2_5_VLVisionConfig(hidden_size=1280)) == Geometry.qwen2_5_vl()
     assert Geometry.from_config(Qwen3VLVisionConfig()) == Geometry.qwen3_vl()
+    other = Qwen2_5_VLVisionConfig(hidden_size=512, num_heads=8, patch_size=16, spatial_merge_size=3, window_size=96)
+    assert Geometry.from_config(other) == Geometry(16, 3, 96, 8, 64)
+    assert Geometry.from_config(SimpleNamespace(vision_config=other)) == Geometry.from_config(other)

@@ -1,6 +1,9 @@
 """Every implementation against the stored cases, the reference and the installed transformers."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -168,12 +171,77 @@ def test_every_entry_is_written(impl, monkeypatch):
     equals_reference([(2, 6, 10), (1, 2, 34), (1, 8, 8)], QWEN, impl)
 
 
-def test_outputs_are_new_and_may_be_changed():
-    first = vitkit.window_index([[2, 6, 10]], QWEN)
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("geometry", [QWEN, Geometry.qwen2_vl()], ids=["windows", "no windows"])
+def test_outputs_are_new_and_may_be_changed(impl, geometry):
+    first = vitkit.window_index([[2, 6, 10]], geometry, impl=impl, device=DEVICE)
     first.index.zero_()
     first.cu_seqlens.zero_()
-    equals_reference([[2, 6, 10]], QWEN, "auto")
-    same(first.reverse, vitkit.window_index([[2, 6, 10]], QWEN, impl="reference").reverse)
+    equals_reference([[2, 6, 10]], geometry, impl)
+    same(first.reverse, vitkit.window_index([[2, 6, 10]], geometry, impl="reference").reverse)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_more_windows_than_lanes_of_whole_blocks(impl):
+    equals_reference([[4, 16, 16]], Geometry(window_size=28), impl)  # 256 units, 257 offsets
+
+
+@pytest.mark.parametrize("impl", FAST)
+def test_windows_larger_than_any_frame(impl):
+    whole = Geometry(patch_size=1, spatial_merge_size=1, window_size=128)
+    expected = vitkit.window_index([[1, 8, 128]], whole, impl="reference")
+    for side in (2**15, 2**25, 2**30):
+        geometry = Geometry(patch_size=1, spatial_merge_size=1, window_size=side)
+        ours = vitkit.window_index([[1, 8, 128]], geometry, impl=impl, device=DEVICE)
+        same(ours.index, expected.index)
+        same(ours.reverse, expected.reverse)
+        same(ours.cu_seqlens, expected.cu_seqlens)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_another_default_device_changes_nothing(impl):
+    with torch.device("meta"):
+        windows = vitkit.window_index([[2, 6, 10]], QWEN, impl=impl, device=DEVICE)
+        ids = vitkit.rot_pos_ids([[2, 6, 10]], QWEN, impl=impl, device=DEVICE)
+    same(windows.index, vitkit.window_index([[2, 6, 10]], QWEN, impl="reference").index)
+    same(ids, vitkit.rot_pos_ids([[2, 6, 10]], QWEN, impl="reference"))
+
+
+def test_auto_takes_numba_on_the_cpu(monkeypatch):
+    called = []
+    monkeypatch.setitem(IMPLEMENTATIONS["cu_seqlens"], "numba", lambda *args: called.append("numba"))
+    vitkit.cu_seqlens([[1, 8, 8]], QWEN)
+    assert called == ["numba"]
+
+
+def test_torch_compile_traces_the_torch_way():
+    compiled = torch.compile(lambda x: x + vitkit.rot_pos_ids([[1, 4, 6]], QWEN), backend="eager")
+    same(compiled(torch.zeros(24, 2, dtype=torch.int32)), vitkit.rot_pos_ids([[1, 4, 6]], QWEN))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork on this system")
+def test_a_fork_waits_for_a_thread_that_compiles():
+    """Else the child would inherit numba's lock as held and hang at its first compilation."""
+    script = """
+import os, threading, time, vitkit
+from numba.core.compiler_lock import global_compiler_lock
+import vitkit.indices.numba_kernels
+held = threading.Event()
+def compile_():
+    with global_compiler_lock: held.set(); time.sleep(0.3)
+threading.Thread(target=compile_).start(); held.wait()
+child = os.fork()
+if child == 0:
+    os._exit(len(vitkit.rot_pos_ids([[1, 2, 2]], vitkit.Geometry())) - 4)
+for _ in range(600):
+    pid, status = os.waitpid(child, os.WNOHANG)
+    if pid: break
+    time.sleep(0.1)
+else: os.kill(child, 9); raise SystemExit("the child hangs")
+raise SystemExit(status)
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,15 @@ EXPECTED = {
 }
 
 
+def test_a_tiny_run_stays_out_of_the_repositorys_results():
+    from vitkit.lab import cases, results, runner
+
+    assert cases.out_folder("", "tiny") == str(results.repo_root() / "runs" / "tiny")
+    assert cases.out_folder("", "cpu") == "" and cases.out_folder("mine", "tiny") == "mine"
+    target = runner.Target(NOTEBOOKS[0], {"device": "cpu", "size": "tiny"}, results.repo_root())
+    assert target.csv.is_relative_to(results.repo_root() / "runs" / "tiny")
+
+
 def execute(notebook, out, monkeypatch, **parameters):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # a user's kernel has no interpreter switched on
     target = out / "executed.ipynb"
@@ -76,7 +85,7 @@ def test_own_grids_from_a_file(tmp_path, monkeypatch):
     trace.write_text("t,h,w\n1,4,6\n2,8,10\n")
     execute(NOTEBOOKS[1], tmp_path, monkeypatch, grids=str(trace))
     (csv,) = tmp_path.glob("data/results/cpu-*/2_rot_pos_ids.csv")
-    assert {"trace.csv:2", "trace.csv:3"} <= set(read_rows(csv).case)
+    assert {"own line 2", "own line 3"} <= set(read_rows(csv).case)
 
 
 def test_a_bad_grid_stops_the_notebook_before_a_row_is_written(tmp_path, monkeypatch):

@@ -140,7 +140,7 @@ def test_speedup_names_its_baseline_and_labels_bars():
         "1x36x36\n(982 µs)",
         "10x36x36\n(9.73 ms)",
     ]
-    assert f"{9730 / 658:.3g}×" in [text.get_text() for text in ax.texts]
+    assert f"{9730 / 658:.2f}×" in [text.get_text() for text in ax.texts]
     with pytest.raises(ValueError, match="baseline='absent'.*numba"):
         plots.speedup(frame(), "absent")
 

@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 
 from vitkit.lab import results
-from vitkit.lab.results import COLUMNS, COUNT_COLUMNS, Run, newest, read_rows
+from vitkit.lab.results import COLUMNS, COUNT_COLUMNS, SHARE, Run, newest, read_rows
 
 ROW = {"op": "rot_pos_ids", "impl": "numba", "case": "one", "correct": True, "grid_thw": [[1, 4, 6]], "n_tokens": 24}
 
@@ -113,16 +113,32 @@ def test_two_runs_share_a_file(run, tmp_path):
 
 
 def test_finish_says_what_was_written_and_what_is_wrong(run, capsys):
-    run.add([ROW, {**ROW, "error": "not capturable: it reads the device"}, {**ROW, "error": "absent: no flash-attn"}])
+    good = {**ROW, "correct": True, "median_us": 1.0}
+    run.add([good, {**ROW, "impl": "liger", "error": "not capturable: it reads the device"}])
+    run.count("D = 80", "liger", SHARE, 3.0)
+    run.count("D = 80", "numba", SHARE, 0.98)
     run.finish()
     said = capsys.readouterr().out.splitlines()
-    assert said == [f"wrote data/env/{run.env_id}.json", f"wrote data/results/{run.slug}/2_rot_pos_ids.csv"]
+    csv = f"data/results/{run.slug}/2_rot_pos_ids"
+    assert said[:3] == [f"wrote data/env/{run.env_id}.json", f"wrote {csv}.csv", f"wrote {csv}-counts.csv"]
+    assert len(said) == 5 and all(line.startswith("a peer is left out: ") and "liger" in line for line in said[3:])
     assert all((run.root / path).is_file() and not path.is_absolute() for path in run.paths())
     run.add(
         [{**ROW, "impl": "bad", "correct": False, "note": "3 differ"}, {**ROW, "impl": "ill", "error": "OSError: x"}]
     )
-    with pytest.raises(RuntimeError, match=r"2 of 5 .*\(rot_pos_ids, bad, one\): 3 differ; .*ill, one\): OSError: x"):
+    run.add({**good, "impl": "ours", "error": "not capturable: illegal memory access"})
+    run.add({**good, "impl": "untimed", "median_us": None})
+    run.count("D = 64", "numba", SHARE, 1.2)
+    with pytest.raises(RuntimeError, match="5 results are wrong or failed") as error:
         run.finish()
+    for what in (
+        "bad, one): 3 differ",
+        "ill, one): OSError: x",
+        "ours, one): not cap",
+        "untimed, one)",
+        "numba, D = 64): 1.2",
+    ):
+        assert what in str(error.value)
     assert "wrote data/results" in capsys.readouterr().out
 
 

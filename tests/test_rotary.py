@@ -62,11 +62,20 @@ def test_dtypes_and_head_sizes(impl, dtype, D):
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("table_dtype", [*DTYPES, torch.float64], ids=str)
-@pytest.mark.parametrize("doubled", [False, True])
-def test_tables_of_another_dtype_or_doubled(impl, dtype, table_dtype, doubled):
+@pytest.mark.parametrize(
+    ("cos_dtype", "sin_dtype"),
+    [(d, d) for d in (*DTYPES, torch.float64)]
+    + [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float16, torch.float64)],
+    ids=str,
+)
+@pytest.mark.parametrize("doubled", [(False, False), (True, True), (True, False)])
+def test_tables_of_other_dtypes_or_doubled(impl, dtype, cos_dtype, sin_dtype, doubled):
     q, k = randn(9, 2, 80, dtype=dtype), randn(9, 2, 80, dtype=dtype)
-    check(q, k, *tables(9, 80, table_dtype, doubled), impl)
+    cos, sin = tables(9, 80)
+    cos, sin = cos.to(cos_dtype), sin.to(sin_dtype)  # of a doubled table the second half is not read
+    cos = torch.cat([cos, cos * float("nan")], -1) if doubled[0] else cos
+    sin = torch.cat([sin, sin * float("nan")], -1) if doubled[1] else sin
+    check(q, k, cos, sin, impl)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -101,8 +110,9 @@ def test_strided_views(impl, D, dtype):
     )[:, 3 : 3 + D // 2]  # tables may be views too
     x = randn(S, H, D, dtype=dtype)
     check(x, x.clone(), slices, slices, impl)
-    columns = randn(D // 2, S).T  # even with a strided last axis
+    columns = randn(D // 2, S).T  # even with a strided last axis, one of them or both
     check(x, x.clone(), columns, columns, impl)
+    check(x, x.clone(), slices, columns, impl)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -199,7 +209,11 @@ def test_gradients_go_through_eager():
         ({"cos": None}, "cos=None"),
         ({"cos": torch.zeros(5, 40, device="meta")}, "cos lies on meta"),
         ({"q": torch.zeros(5, 80, 2).transpose(1, 2)}, "q.stride.*contiguous last axis"),
-        ({"k": torch.zeros(5, 1, 80).expand(5, 2, 80), "inplace": True}, "k.stride.*inplace=True"),
+        ({"q": torch.zeros(5, 1, 80).expand(5, 2, 80)}, "q.stride.*inplace=True"),
+        ({"k": torch.zeros(5, 1, 80).expand(5, 2, 80)}, "k.stride.*inplace=True"),
+        ({"k": torch.zeros(600).as_strided((5, 2, 80), (80, 40, 1))}, "k.stride.*inplace=True"),
+        ({"k": torch.ones(5, 2, 80).requires_grad_()}, "k is a leaf that requires grad"),
+        ({"impl": []}, r"impl=\[\]"),
         ({"inplace": 1}, "inplace=1"),
         ({"impl": "cuda"}, "impl='cuda'.*'eager', 'triton_separate', 'triton', 'numba', 'auto'"),
     ],
@@ -230,7 +244,7 @@ def test_without_the_interpreter_triton_refuses_the_cpu(monkeypatch):
     monkeypatch.setattr(rotary, "INTERPRETED", False)
     monkeypatch.setattr(indices, "INTERPRETED", False)
     q, table = torch.zeros(5, 2, 80), torch.zeros(5, 40)
-    with pytest.raises(ValueError, match="impl='triton'.*q lies on the CPU.*'numba', 'eager' or 'auto'"):
+    with pytest.raises(ValueError, match="impl='triton'.*q lies on cpu.*'eager' or 'auto'"):
         apply_rotary_qk(q, q, table, table, impl="triton")
     with pytest.raises(ValueError, match="impl='triton' with device='cpu'"):
         vitkit.cu_seqlens([[1, 8, 8]], Geometry(), impl="triton")
@@ -314,3 +328,116 @@ def test_tensors_on_a_gpu_that_is_not_current():
     close(apply_rotary_qk(q, q.clone(), cos, sin, impl="triton")[0], q, cos, sin, "triton")
     same = vitkit.window_index([[2, 6, 10]], Geometry(), device="cuda:1", impl="triton").index
     assert same.device == torch.device("cuda:1") and torch.cuda.current_device() == 0
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_in_place_on_shared_memory_is_refused_before_anything_is_written(impl):
+    memory, (cos, sin) = randn(64, 2, 80), tables(40, 80)
+    before = memory.clone()
+    for q, k in (
+        (memory[:40], memory[:40]),
+        (memory[:40], memory[8:48]),
+        (memory[:40, :1], memory.view(-1, 1, 80)[:40]),
+    ):
+        with pytest.raises(ValueError, match="q and k share memory"):
+            apply_rotary_qk(q, k, cos, sin, inplace=True, impl=impl)
+    with pytest.raises(ValueError, match="cos shares memory"):
+        apply_rotary_qk(memory[:40], randn(40, 2, 80), memory[:40, 0, :40], sin, inplace=True, impl=impl)
+    with pytest.raises(ValueError, match="q and k share memory"):
+        apply_rotary_qkv_(memory[:40, None].expand(40, 3, 2, 80), cos, sin, impl=impl)
+    assert torch.equal(memory, before)
+    for packed in (randn(40, 3, 2, 80), randn(2, 40, 3, 2, 80), randn(2, 3, 40, 2, 80).transpose(1, 2)):
+        q, k = packed.unbind(-3)[:2]  # parts of a packed qkv interleave, and that is allowed
+        apply_rotary_qk(q, k, cos, sin, inplace=True, impl=impl)
+
+
+@pytest.mark.parametrize("impl", [*IMPLS, "auto"])
+def test_in_place_is_noticed_by_autograd(impl):
+    q, (cos, sin) = randn(5, 2, 8), tables(5, 8)
+    w = torch.ones_like(q, requires_grad=True)
+    y = (w * q).sum()
+    apply_rotary_qk(q, q.clone(), cos, sin, inplace=True, impl=impl)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+def test_packed_in_place_differentiates():
+    cos, sin = (t.double() for t in tables(5, 8))
+    qkv = randn(5, 3, 2, 8).double().requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: apply_rotary_qkv_(x * 1, cos, sin), (qkv,))
+
+
+def test_inference_tensors_in_place():
+    with torch.inference_mode():
+        q, (cos, sin) = randn(5, 2, 8), tables(5, 8)
+        apply_rotary_qk(q, q.clone(), cos, sin, inplace=True)
+    with pytest.raises(ValueError, match="q is an inference tensor"):
+        apply_rotary_qk(q, randn(5, 2, 8), *tables(5, 8), inplace=True)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "cos", "sin"])
+def test_a_gradient_for_any_input_goes_to_eager(name):
+    inputs = dict(zip(("q", "k", "cos", "sin"), (randn(5, 2, 8), randn(5, 2, 8), *tables(5, 8))))
+    inputs[name].requires_grad_()
+    assert any(x.requires_grad for x in apply_rotary_qk(**inputs))
+    for impl in FAST:
+        with pytest.raises(ValueError, match="requires grad"):
+            apply_rotary_qk(**inputs, impl=impl)
+
+
+def test_tensors_without_memory_of_their_own_go_to_eager():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    q, (cos, sin) = randn(5, 2, 8), tables(5, 8)
+    exact = reference.apply_rotary(q, cos, sin).float()
+    with FakeTensorMode() as mode:
+        fake = [mode.from_tensor(x) for x in (q, q, cos, sin)]
+        assert apply_rotary_qk(*fake)[0].shape == q.shape
+    torch.testing.assert_close(apply_rotary_qk(torch._neg_view(-q), q, cos, sin)[0], exact)
+    graph = make_fx(lambda x: apply_rotary_qk(x, x, cos, sin)[0])(q)
+    torch.testing.assert_close(graph(q), exact)
+    torch.testing.assert_close(torch.func.vmap(lambda x: apply_rotary_qk(x, x, cos, sin)[0])(q[None])[0], exact)
+    for impl in FAST:
+        with pytest.raises(ValueError, match="no plain tensor"):
+            apply_rotary_qk(torch._neg_view(-q), q, cos, sin, impl=impl)
+
+
+def test_torch_compile_gives_the_same_without_a_graph_break():
+    q, k, (cos, sin) = randn(5, 2, 8), randn(5, 2, 8), tables(5, 8)
+    compiled = torch.compile(lambda *x: apply_rotary_qk(*x), backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(q, k, cos, sin), apply_rotary_qk(q, k, cos, sin))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_another_default_device_changes_nothing(impl):
+    q, k, (cos, sin) = randn(5, 2, 8), randn(5, 2, 8), tables(5, 8)
+    with torch.device("meta"):
+        out = apply_rotary_qk(q, k, cos, sin, impl=impl)
+    for x, y in zip(out, (q, k)):
+        close(x, y, cos, sin, impl)
+
+
+@pytest.mark.parametrize("which", ["q", "k", "cos", "sin"])
+@pytest.mark.parametrize("offset", [1, 2, 4, 8])
+def test_the_width_of_an_access_divides_every_address(which, offset, monkeypatch):
+    """The interpreter cannot tell a misaligned access: look at the width that the launch is given."""
+    from vitkit.rotary import triton_kernels
+
+    widths = []
+
+    class Recorded:
+        def __getitem__(self, grid):
+            return lambda *args, **options: widths.append(options["VEC"])
+
+    monkeypatch.setattr(triton_kernels, "_kernel", Recorded())
+    shapes = {"q": (4, 2, 128), "k": (4, 2, 128), "cos": (4, 64), "sin": (4, 64)}
+    tensors = {name: randn(4 * 2 * 128 + offset, dtype=torch.bfloat16) for name in shapes}
+    for name, shape in shapes.items():
+        start = offset if name == which else 0
+        tensors[name] = tensors[name][start : start + torch.Size(shape).numel()].view(shape)
+    triton_kernels.rotary_qk(**tensors)
+    rows = {n: x.new_empty(4, *x.shape[1:-1], x.shape[-1] + offset)[..., : x.shape[-1]] for n, x in tensors.items()}
+    aligned = {n: x.new_zeros(x.shape) for n, x in tensors.items()}
+    triton_kernels.rotary_qk(**{**aligned, which: rows[which]})
+    assert widths == [min(offset, 8)] * 2

@@ -70,10 +70,8 @@ def check(q, k, cos, sin):
         assert_same_bits(out, reference)
         assert_same_bits(x, kept)
     q_in, k_in = (torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).copy_(x) for x in before)
-    versions = q_in._version, k_in._version
     outputs = rotary_qk(q_in, k_in, cos, sin, True)
     assert outputs[0] is q_in and outputs[1] is k_in
-    assert q_in._version > versions[0] and k_in._version > versions[1]
     assert_same_bits(q_in, expected[0])
     assert_same_bits(k_in, expected[1])
 

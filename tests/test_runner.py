@@ -49,14 +49,14 @@ def test_failures_do_not_stop_the_others(toy, tmp_path, capsys, monkeypatch):
         (toy("1_raises", "x = 1", "raise KeyError('gone')"), {}),
         (toy("2_dies", "import os\nos._exit(0)", "y = 2"), {}),
         (toy("3_writes_nothing", "z = 3"), {}),
-        (toy("4_works", here, RUN.format("4_works"), "assert size == 'tiny'"), {"size": "tiny"}),
+        (toy("4_works", here, RUN.format("4_works"), "assert size == 'cpu'"), {"size": "cpu"}),
     ]
     assert runner.run(plan, tmp_path) == 1
     said = capsys.readouterr().out
     (state,) = states(tmp_path)
     assert state["status"] == "failed" and list(state["finished"]) == ["4_works"], state
     assert state["finished"]["4_works"]["rows"] == 2
-    assert state["parameters"]["4_works"] == {"size": "tiny"}
+    assert state["parameters"]["4_works"] == {"size": "cpu"}
     assert "KeyError: 'gone'" in state["failed"]["1_raises"] and "raise KeyError" in state["failed"]["1_raises"]
     assert "DeadKernelError" in state["failed"]["2_dies"]
     assert "no row was written" in state["failed"]["3_writes_nothing"]

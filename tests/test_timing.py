@@ -117,9 +117,12 @@ def test_the_cpu_has_one_clock():
 
 def test_copy_limit_copies_its_own_buffers_in_turn_and_checks_itself():
     copy = CopyLimit(100, 3, "cpu")
-    assert copy.bytes == 96 and len({copy().data_ptr() for _ in range(1)} | {s.data_ptr() for s in copy.sources}) == 4
+    assert copy.bytes == 96 and len({x.data_ptr() for set_ in [copy(), *copy.sources] for x in set_}) == 4
     for i in (1, 2, 0, 1):
-        assert torch.equal(copy("the op's inputs"), copy.sources[i])
+        assert torch.equal(copy("the op's inputs")[0], copy.sources[i][0])
+        assert copy.check([copy.sources[i][0].clone()]) and not copy.check([copy.sources[i][0] + 1])
+    both = CopyLimit(96, 1, "cpu", parts=2)
+    assert both.bytes == 96 and [x.numel() * 4 for x in both()] == [24, 24]
     (row,) = measure(example({"copy": copy}, bytes=100), "e2e", device="cpu", n=3)
     assert row["correct"] is True and row["bytes"] == 96 and row["n"] == 3
     copy.check = lambda copied: False
@@ -167,7 +170,7 @@ class TestGpu:
             assert row["correct"] is True and row["error"] == "" and row["n"] == 5 and row["clock"] == clock
             assert 0 < row["p20_us"] <= row["median_us"] <= row["p80_us"]
             assert row["cache"] == ("cold" if clock == "kernel" else "warm")
-            assert ("gbps" in row) == (row["impl"] != "empty_launch")
+            assert ("gbps" in row) == (row["impl"] != "empty_launch" and clock != "host")
 
     def test_few_small_sets_are_called_warm(self):
         inputs = [self.make(64) for _ in range(4)]
@@ -199,3 +202,32 @@ class TestGpu:
             torch.cuda.empty_cache()
             reserved.append(torch.cuda.memory_reserved())
         assert reserved[-1] <= reserved[1], reserved
+
+
+def test_the_statistics_are_those_of_the_times(monkeypatch):
+    """A clock that is set by the calls: 10, 20, ... us; the median, p20 and p80 follow by hand."""
+    now, calls = [0], []
+    monkeypatch.setattr(timing.time, "perf_counter_ns", lambda: now[0])
+
+    def call(x):
+        calls.append(1)
+        now[0] += 10_000 * max(0, len(calls) - 4)  # the first call and three warm-up rounds cost nothing
+        return x * 2
+
+    (row,) = measure(example({"it": call}, bytes=6000), "e2e", device="cpu", n=11)
+    assert (row["n"], row["median_us"], row["p20_us"], row["p80_us"]) == (11, 60, 30, 90)
+    assert row["bytes"] == 6000 and row["gbps"] == 0.1
+
+
+def test_one_that_raises_later_drops_out_and_the_others_go_on():
+    calls = []
+
+    def tires(x):
+        calls.append(1)
+        if len(calls) > 6:
+            raise MemoryError("no memory left in /home/someone/secret/file.py today")
+        return x * 2
+
+    tired, other = measure(example({"tires": tires, "other": lambda x: x * 2}), "e2e", device="cpu", n=9)
+    assert tired["error"] == "MemoryError: no memory left in file.py today" and "median_us" not in tired
+    assert other["n"] == 9 and not other["error"]

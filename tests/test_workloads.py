@@ -72,7 +72,7 @@ def test_users_photos_and_a_broken_file(tmp_path, carried):
     with pytest.warns(UserWarning, match="broken.jpg") as caught:
         found = workloads.photos(tmp_path)
     assert len(caught) == 1
-    assert [photo.name for photo in found] == [*[photo.name for photo in carried], "mine.png"]
+    assert [photo.name for photo in found] == [*[photo.name for photo in carried], "own photo 1"]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         workloads.photos(tmp_path / "absent")
@@ -127,10 +127,13 @@ def _file(tmp_path, name, text):
 @pytest.mark.parametrize(
     "text, expected",
     [
-        ("1,8,8\n2,4,6\n", [("a.csv:1", [[1, 8, 8]]), ("a.csv:2", [[2, 4, 6]])]),
-        ("t,h,w\n1,8,8\n\n2, 4, 6\n", [("a.csv:2", [[1, 8, 8]]), ("a.csv:4", [[2, 4, 6]])]),
-        ("\ufeffw,H,t\n8,4,1\n", [("a.csv:2", [[1, 4, 8]])]),
-        ("batch,t,h,w\nx,1,8,8\ny,1,2,2\nx,2,4,6\n", [("x", [[1, 8, 8], [2, 4, 6]]), ("y", [[1, 2, 2]])]),
+        ("1,8,8\n2,4,6\n", [("own line 1", [[1, 8, 8]]), ("own line 2", [[2, 4, 6]])]),
+        ("t,h,w\n1,8,8\n\n2, 4, 6\n", [("own line 2", [[1, 8, 8]]), ("own line 4", [[2, 4, 6]])]),
+        ("\ufeffw,H,t\n8,4,1\n", [("own line 2", [[1, 4, 8]])]),
+        (
+            "batch,t,h,w\nx,1,8,8\ny,1,2,2\nx,2,4,6\n",
+            [("own batch x", [[1, 8, 8], [2, 4, 6]]), ("own batch y", [[1, 2, 2]])],
+        ),
     ],
 )
 def test_grids_from_csv(tmp_path, text, expected):
@@ -141,9 +144,9 @@ def test_grids_from_csv(tmp_path, text, expected):
 def test_grids_from_jsonl(tmp_path):
     text = '[1, 8, 8]\n{"t": 2, "h": 4, "w": 6, "at": 0.5}\n\n{"grid_thw": [[1, 2, 2], [1, 4, 4]]}\n'
     assert workloads.read_grids(_file(tmp_path, "a.jsonl", text)) == [
-        ("a.jsonl:1", [[1, 8, 8]]),
-        ("a.jsonl:2", [[2, 4, 6]]),
-        ("a.jsonl:4", [[1, 2, 2], [1, 4, 4]]),
+        ("own line 1", [[1, 8, 8]]),
+        ("own line 2", [[2, 4, 6]]),
+        ("own line 4", [[1, 2, 2], [1, 4, 4]]),
     ]
 
 

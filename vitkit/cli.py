@@ -47,7 +47,10 @@ def refuse(command: str, message) -> int:
 def run(argv: list[str]) -> int:
     parser = Parser(prog="vitkit run", description="Executes notebooks in order, into runs/<utc>/.")
     parser.add_argument("names", nargs="*", metavar="notebook", help="its name, number, or a part of it; none: all")
-    parser.add_argument("-p", dest="parameters", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"))
+    parser.add_argument(
+        "-p", dest="parameters", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"),
+        help="a value of a notebook's cell tagged parameters, such as: -p device cpu -p size tiny",
+    )  # fmt: skip
     args = parser.parse_intermixed_args(argv)
     try:
         from vitkit.lab import params, results, runner
@@ -72,14 +75,17 @@ def rotary(argv: list[str]) -> int:
     parser.add_argument("--head-size", type=even, default=80, help="D")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="bfloat16", help="of q and k")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:<n>")
-    parser.add_argument("--warmup-iter", type=count, default=10, help="iterations before the timed ones")
-    parser.add_argument("--benchmark-iter", type=positive, default=1000, help="timed iterations")
+    parser.add_argument("--warmup-iter", type=count, help="iterations before the timed ones; 10 on a GPU, else 2")
+    parser.add_argument("--benchmark-iter", type=positive, help="timed iterations; 1000 on a GPU, else 20")
     args = parser.parse_args(argv)
     try:
         from vitkit.lab import rotary_bench
         from vitkit.lab.env import resolve_device
 
         device = resolve_device(args.device)
+        warmup, timed = (10, 1000) if device.type == "cuda" else (2, 20)  # the CPU takes seconds an iteration
+        args.warmup_iter = warmup if args.warmup_iter is None else args.warmup_iter
+        args.benchmark_iter = timed if args.benchmark_iter is None else args.benchmark_iter
         return rotary_bench.run(SimpleNamespace(**{**vars(args), "device": device}))
     except ValueError as error:
         return refuse("vitkit rotary", error)

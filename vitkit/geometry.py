@@ -34,10 +34,14 @@ class Geometry:
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name == "rope_theta":
-                if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+                number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+                if not (number and 0 < value < 1e300):
                     raise ValueError(f"rope_theta={value!r}: a finite number above 0 is allowed")
-            elif not (field.name == "window_size" and value is None) and not (_is_int(value) and value >= 1):
-                raise ValueError(f"{field.name}={value!r}: an integer of at least 1 is allowed")
+                object.__setattr__(self, field.name, float(value))
+            elif not (field.name == "window_size" and value is None):
+                if not (_is_int(value) and 1 <= value < MAX_PATCHES):
+                    raise ValueError(f"{field.name}={value!r}: an integer of at least 1 and below 2^31 is allowed")
+                object.__setattr__(self, field.name, int(value))  # numpy's would overflow in products
         if self.head_dim % 4:
             raise ValueError(f"head_dim={self.head_dim}: a multiple of 4 is allowed (rows and columns share it)")
         if self.window_size is not None and self.window < 1:
@@ -63,8 +67,9 @@ class Geometry:
 
     @classmethod
     def from_config(cls, config) -> "Geometry":
-        """From a transformers vision config. Qwen2-VL calls its width `embed_dim`, the others `hidden_size`
-        (which in Qwen2-VL is the width of the language model)."""
+        """From a transformers vision config, or a model's that holds one. Qwen2-VL calls its width `embed_dim`, the
+        others `hidden_size` (which in Qwen2-VL is the width of the language model)."""
+        config = getattr(config, "vision_config", config)
         width = config.embed_dim if hasattr(config, "embed_dim") else config.hidden_size
         return cls(
             patch_size=config.patch_size,
@@ -88,8 +93,14 @@ def _plain(name, value) -> list | tuple:
                 f"{name} is a tensor on {value.device}; keep it on the CPU (a list, a numpy array or a CPU tensor): "
                 "reading it back would make the host wait for everything queued on the device"
             )
-        value = value.tolist()
-    elif isinstance(value, np.ndarray):
+        if value.layout != torch.strided or value.is_floating_point() or value.is_complex():
+            raise ValueError(f"{name} is a {value.layout} tensor of {value.dtype}: one of integers is allowed")
+        value = value.numpy()
+    if isinstance(value, np.ndarray):
+        if value.dtype.kind not in "iu" and value.dtype != object:
+            raise ValueError(f"{name} is an array of {value.dtype}: integers are allowed")
+        if value.ndim and value.shape[-1] != 3:
+            raise ValueError(f"{name} is an array of shape {value.shape}: (G, 3) is allowed")
         value = value.tolist()
     if not isinstance(value, (list, tuple)):
         raise ValueError(f"{name}={value!r}: a list of [t, h, w], a numpy array or a CPU tensor (G, 3) is allowed")

@@ -13,10 +13,10 @@ PAD = -1
 
 def rot_pos_ids(grid, m: int) -> torch.Tensor:
     """(row, column) of every patch, int32 (N, 2), m x m patches of a merged unit one after another."""
-    out = [torch.empty(0, 2, dtype=torch.int32)]
+    out = [torch.empty(0, 2, dtype=torch.int32, device="cpu")]
     for t, h, w in grid:
-        row = torch.arange(h).unsqueeze(1).expand(h, w)
-        col = torch.arange(w).unsqueeze(0).expand(h, w)
+        row = torch.arange(h, device="cpu").unsqueeze(1).expand(h, w)
+        col = torch.arange(w, device="cpu").unsqueeze(0).expand(h, w)
         blocks = (h // m, m, w // m, m)
         row, col = (x.reshape(blocks).permute(0, 2, 1, 3).flatten() for x in (row, col))
         out.append(torch.stack([row, col], dim=-1).repeat(t, 1).int())
@@ -29,11 +29,12 @@ def window_index(grid, m: int, ws: int):
     Every frame is padded up to whole windows and the padding masked away; windows that hold only padding repeat an
     offset, which `unique_consecutive` removes. ws = 0: no windows, so the identity and one segment a frame.
     """
-    index, lengths, first = [torch.empty(0, dtype=torch.int64)], [torch.zeros(1, dtype=torch.int64)], 0
+    none = torch.empty(0, dtype=torch.int64, device="cpu")
+    index, lengths, first = [none], [none.new_zeros(1)], 0
     for t, h, w in grid:
         H, W = h // m, w // m
         wh, ww = (ws, ws) if ws else (H, W)
-        units = torch.arange(t * H * W).reshape(t, H, W)
+        units = torch.arange(t * H * W, device="cpu").reshape(t, H, W)
         pad_h, pad_w = -H % wh, -W % ww
         units = F.pad(units, (0, pad_w, 0, pad_h), value=PAD)
         units = units.reshape(t, (H + pad_h) // wh, wh, (W + pad_w) // ww, ww).permute(0, 1, 3, 2, 4)
@@ -49,7 +50,7 @@ def window_index(grid, m: int, ws: int):
 def cu_seqlens(grid) -> torch.Tensor:
     """Offsets of the frames in patches, int32 (frames + 1), the first one 0."""
     lengths = [0] + [h * w for t, h, w in grid for _ in range(t)]
-    return torch.tensor(lengths).cumsum(0).int()
+    return torch.tensor(lengths, device="cpu").cumsum(0).int()
 
 
 def apply_rotary(x, cos, sin) -> torch.Tensor:

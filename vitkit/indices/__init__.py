@@ -124,6 +124,8 @@ def _device(device) -> torch.device:
         out = torch.device(device)
     except (RuntimeError, TypeError) as e:
         raise ValueError(f"device={device!r}: a torch device such as 'cpu' or 'cuda:0' is allowed ({e})") from None
+    if out.type == "cpu":
+        return _CPU
     if out.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device={device!r}: torch sees no GPU here; 'cpu' is allowed")
     if out.type == "cuda" and (out.index or 0) >= torch.cuda.device_count():
@@ -133,18 +135,20 @@ def _device(device) -> torch.device:
 
 def _choose(op: str, impl: str, grid, device: torch.device):
     ways = IMPLEMENTATIONS[op]
-    if impl == "auto":
-        impl = "numba" if _installed("numba") else "torch"
-        if device.type == "cuda" and _installed("triton"):
+    if type(impl) is str and impl == "auto":
+        impl = "numba" if _installed("numba") and device.type in ("cpu", "cuda") else "torch"
+        if torch.compiler.is_compiling():
+            impl = "torch"  # which torch.compile traces
+        elif device.type == "cuda" and _installed("triton"):
             big = geo.num_patches(grid) >= TRITON_FROM_PATCHES[op]
             impl = "triton" if big or impl == "torch" else impl
-    if impl not in ways:
+    if type(impl) is not str or impl not in ways:
         raise ValueError(f"impl={impl!r}: {', '.join(map(repr, [*ways, 'auto']))} are allowed for {op}")
     if impl in ("numba", "triton") and not _installed(impl):
         raise ValueError(f"impl={impl!r}: {impl} is not installed; 'torch', 'reference' or 'auto' would serve {op}")
-    if impl == "triton" and device.type == "cpu" and not _module("triton_kernels").INTERPRETED:
+    if impl == "triton" and device.type != "cuda" and not (device is _CPU and _module("triton_kernels").INTERPRETED):
         raise ValueError(
-            f"impl='triton' with device='cpu': it serves GPUs; 'numba', 'torch' or 'auto' would serve {op}"
+            f"impl='triton' with device='{device}': it serves GPUs; 'numba', 'torch' or 'auto' would serve {op}"
         )
     return ways[impl]
 
@@ -156,7 +160,7 @@ def rot_pos_ids(grid_thw, geometry, *, device="cpu", impl="auto", order="image")
     of `window_index`. ValueError names an argument that is not allowed, before anything is computed.
     """
     grid, device = geo.check_grid_thw(grid_thw, geometry), _device(device)
-    if order not in ("image", "window"):
+    if type(order) is not str or order not in ("image", "window"):
         raise ValueError(f"order={order!r}: 'image' or 'window' is allowed")
     return _choose("rot_pos_ids", impl, grid, device)(grid, geometry, device, order)
 

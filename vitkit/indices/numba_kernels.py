@@ -9,7 +9,8 @@ follow, are copies of it: consecutive entries, at the speed of memory.
 
 import numpy as np
 import torch
-from numba import njit
+
+from .._numba import jit
 
 
 def rot_pos_ids(grid, m, ws, device, order) -> torch.Tensor:
@@ -54,11 +55,11 @@ def _int32(shape, device):
     """int32 on the host as a numpy array; for a GPU also the pinned tensor whose memory it is."""
     if device.type == "cpu":
         return np.empty(shape, np.int32), None  # numpy and from_numpy take a third of the time of torch and .numpy()
-    pinned = torch.empty(shape, dtype=torch.int32, pin_memory=True)
+    pinned = torch.empty(shape, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
     return pinned.numpy(), pinned
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _rot_pos_ids(t, h, w, m, ws, as_before, out, start):
     """Writes an image from entry `start` on and returns where it ends; as_before: its frames are those before it."""
     # One entry, (row, column) as two int32, is written as one int64: the row in the half that lies first in memory.
@@ -82,7 +83,7 @@ def _rot_pos_ids(t, h, w, m, ws, as_before, out, start):
     return end
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _window_index(t, H, W, m, ws, out, units, start, first_window):
     """Writes an image of t frames of H x W units whose first unit is `start`; out: index, inverse, cu_seqlens."""
     index, reverse, cu = out[:units], out[units : 2 * units], out[2 * units :]
@@ -109,7 +110,7 @@ def _window_index(t, H, W, m, ws, out, units, start, first_window):
     return start + t * frame, first_window + t * windows
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _cu_seqlens(t, frame, cu, n, start):
     for i in range(t + 1):
         cu[n + i] = start + i * frame

@@ -11,7 +11,7 @@ def _upload(values, device) -> torch.Tensor:
     """int64 tensor of a list of ints (or of lists) on `device`, by one copy that does not wait for the GPU."""
     if device.type != "cuda":
         return torch.tensor(values, dtype=torch.int64, device=device)
-    return torch.tensor(values, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
+    return torch.tensor(values, dtype=torch.int64, device="cpu", pin_memory=True).to(device, non_blocking=True)
 
 
 def _spread(grid, counts, device):

@@ -27,10 +27,10 @@ def _image(starts_ptr, o, n_images, n_steps):
 @triton.jit
 def _source(p, H, W, WS: tl.constexpr):
     """Row and column of place p in the window order of a frame of H x W merged units."""
-    a = p // (WS * W)
+    a = p // (tl.minimum(WS, H) * W)  # WS * W itself may exceed 32 bits; what is left is at most H * W
     hh = tl.minimum(WS, H - a * WS)
     r = p - a * WS * W
-    b = r // (WS * hh)
+    b = r // (tl.minimum(WS, W) * hh)
     ww = tl.minimum(WS, W - b * WS)
     s = r - b * WS * hh
     return a * WS + s // ww, b * WS + s % ww
@@ -115,6 +115,7 @@ INTERPRETED = not isinstance(_cu_seqlens_kernel, triton.JITFunction)
 
 def rot_pos_ids(grid, m, ws, device, order):
     """(row, column) of every patch in merge-block order: int32 (N, 2); order "image" or "window"."""
+    ws = min(ws, 2**29)  # no frame is longer; a window side in 32 bits
     table, patches, _, _ = _table(grid, m, ws)
     out = torch.empty(patches, 2, dtype=torch.int32, device=device)
     _launch(_rot_pos_ids_kernel, patches, table, (out, patches), M=m, WS=ws if order == "window" else 0)
@@ -123,12 +124,14 @@ def rot_pos_ids(grid, m, ws, device, order):
 
 def window_index(grid, m, ws, device):
     """index and its inverse, int32 (N/m^2), and the windows' offsets in patches, int32 (windows + 1)."""
+    ws = min(ws, 2**29)  # no frame is longer; a window side in 32 bits
     table, patches, _, windows = _table(grid, m, ws)
     units = patches // (m * m)
     if not ws or not grid:
         index = torch.arange(units, dtype=torch.int32, device=device)
         return index, index.clone(), cu_seqlens(grid, m, ws, device)
-    index, reverse = torch.empty(2, units, dtype=torch.int32, device=device).unbind()
+    index = torch.empty(units, dtype=torch.int32, device=device)
+    reverse = torch.empty(units, dtype=torch.int32, device=device)
     cu = torch.empty(windows + 1, dtype=torch.int32, device=device)
     args = (index, reverse, cu, units, windows)
     _launch(_window_index_kernel, max(units, windows + 1), table, args, M=m, WS=ws)
@@ -166,7 +169,7 @@ def _launch(kernel, n, table, args, **options):
     if n == 0:
         return
     device, n_images = args[0].device, len(table) // 5
-    pinned = torch.tensor(table, dtype=torch.int32, pin_memory=device.type == "cuda")
+    pinned = torch.tensor(table, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
     table = pinned.to(device, non_blocking=True)
     args = (table, *args, n_images, (n_images - 1).bit_length())
     if device.type == "cuda" and device.index != torch.cuda.current_device():

@@ -1,6 +1,7 @@
 """What notebooks 1 to 3 time: which grids at which size of machine, the calls on them, and when a result is right."""
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import pandas as pd
 import torch
@@ -9,6 +10,8 @@ from .. import indices, reference, rotary
 from ..geometry import Geometry
 from . import peers, workloads
 from .limits import CopyLimit, EmptyLaunch
+from .params import scratch
+from .results import repo_root
 from .timing import Case, input_sets
 
 DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.bfloat16, torch.float16)}
@@ -41,8 +44,13 @@ def pick_size(size: str, device) -> Size:
     return SIZES[name]
 
 
+def out_folder(out: str, size: str) -> str:
+    """`out`, or where a run of this size writes: tiny ones into runs/tiny, the others ("") into the repository."""
+    return out or (str(repo_root() / scratch(size)) if scratch(size) else "")
+
+
 def set_threads(threads: int) -> int:
-    """torch's threads, which numba's kernels follow; 0 leaves them as they are. The number in force."""
+    """torch's threads, which the numba rotary follows; 0 leaves them as they are. The number in force."""
     if isinstance(threads, bool) or not isinstance(threads, int) or threads < 0:
         raise ValueError(f"threads={threads!r}: an integer of at least 0 is allowed (0: torch's own number)")
     if threads:
@@ -85,8 +93,10 @@ def rotary_inputs(grid, geometry, device, dtype, batch=None, seed=0):
 
 def rotary_impls(device) -> list[str]:
     """The library's own ways that serve the device."""
-    fast = ["numba"] if torch.device(device).type == "cpu" else ["triton_separate", "triton"]
-    return ["eager", *fast]
+    package, fast = (
+        ("numba", ["numba"]) if torch.device(device).type == "cpu" else ("triton", ["triton_separate", "triton"])
+    )
+    return ["eager", *(fast if find_spec(package) else [])]
 
 
 def rotary_case(name, grid, geometry, device, dtype: str, *, threads, batch=None, limits=True) -> Case:
@@ -104,8 +114,8 @@ def rotary_case(name, grid, geometry, device, dtype: str, *, threads, batch=None
     seeds = iter(range(10_000))
     sets = input_sets(lambda: rotary_inputs(grid, geometry, device, DTYPES[dtype], batch, next(seeds)), n_bytes, device)
     if limits:
-        calls["copy"] = CopyLimit(n_bytes, len(sets), device)
-        if torch.device(device).type == "cuda":
+        calls["copy"] = CopyLimit(n_bytes, len(sets), device, parts=2)
+        if torch.device(device).type == "cuda" and find_spec("triton"):
             calls["empty_launch"] = EmptyLaunch(device)
     return Case(
         op="apply_rotary_qk",
@@ -126,7 +136,8 @@ def rotary_error(impl, outputs, r) -> tuple[float, float]:
     """(relative error, share of the error allowed) of q or k, whichever is worse, against float64.
 
     The relative error is norm(out - exact) / norm(exact). Allowed: 1e-6 in float32; in the 16-bit types 1.02 times
-    what rounding the float64 result once costs. flash-attn is held to the rounded tables that it is given.
+    what rounding the float64 result once costs; and for every single entry what one rounding may cost it. flash-attn
+    is held to the rounded tables that it is given.
     """
     tables = (r.cos_low, r.sin_low) if impl.startswith("flash_attn") else (r.cos, r.sin)
     worst = (0.0, 0.0)
@@ -136,8 +147,13 @@ def rotary_error(impl, outputs, r) -> tuple[float, float]:
         exact = reference.apply_rotary(x, *tables)
         norm = exact.norm().item()
         once = (exact.to(x.dtype).double() - exact).norm().item() / norm
-        error = exact.sub_(out).norm().item() / norm
+        # A norm over millions of entries hides a few wrong ones: each is held to half a last place and fp32's error.
+        allowed = exact.abs().mul_(0.51 * torch.finfo(x.dtype).eps).add_(2e-6 * x.abs().max().item())
+        difference = exact.sub_(out)
+        error = difference.norm().item() / norm
         share = error / (1e-6 if x.dtype == torch.float32 else 1.02 * once)
+        entry = difference.abs_().div_(allowed).max().item()
+        share = max(share, entry) if entry == entry else float("nan")
         worst = max(worst, (error, share) if share == share else (float("nan"), float("inf")), key=lambda e: e[1])
     return worst
 
@@ -159,7 +175,12 @@ def rotary_accuracy(device, size: Size, num_heads: int, head_dims=(64, 72, 80, 9
             case = rotary_case("", grid, geometry, device, dtype, threads=0, limits=False)
             for impl, call in case.calls.items():
                 if impl != "torch_compile":
-                    error, share = rotary_error(impl, call(*case.inputs[0]), case.inputs[0][0])
+                    try:
+                        error, share = rotary_error(impl, call(*case.inputs[0]), case.inputs[0][0])
+                    except Exception:
+                        if impl in peers.PEERS:
+                            continue  # a peer that fails is left out
+                        raise
                     rows.append({"dtype": dtype, "D": dim, "impl": impl, "relative error": error, "share": share})
     return pd.DataFrame(rows)
 
@@ -185,13 +206,14 @@ def index_case(op: str, name, grid, geometry, device, *, threads) -> Case:
     """
     device = torch.device(device)
     function, where = getattr(indices, op), str(device)
-    ways = [i for i in indices.IMPLEMENTATIONS[op] if i != "triton" or device.type == "cuda"]
+    needs = {"numba": find_spec("numba"), "triton": find_spec("triton") and device.type == "cuda"}
+    ways = [way for way in indices.IMPLEMENTATIONS[op] if needs.get(way, True)]
     calls = {way: lambda grid, table, way=way: function(grid, geometry, device=where, impl=way) for way in ways}
     calls |= peers.index_peers(op, geometry)
     expected = _tensors(function(grid, geometry, impl="reference"))
     n_bytes = sum(4 * x.numel() for x in expected)  # each entry written once
     calls["copy"] = CopyLimit(n_bytes, 1, device)
-    if device.type == "cuda":
+    if needs["triton"]:
         calls["empty_launch"] = EmptyLaunch(device)
     return Case(
         op=op,

@@ -4,31 +4,41 @@ A limit stands among a case's calls and is called with the op's inputs, but it c
 own buffers, its own `check` and its own count of bytes.
 """
 
+from functools import partial
+from importlib.util import find_spec
+
 import torch
 
 
 class CopyLimit:
     """The limit of a memory-bound op that moves `n_bytes` in all: half of them read, and written into as many more.
 
-    Like an op it allocates its output in every call. It takes the next of its `n_sets` sources at every call: give it
-    as many as the case has sets of inputs, so that it meets the cache as cold as the ops do.
+    Like an op it allocates its outputs in every call, `parts` of them (2 for q and k). On the CPU they come from where
+    those of the numba rotary come from: on huge pages if they are large, without which page faults cost more than the
+    copy. It takes the next of its `n_sets` sources at every call: give it as many as the case has sets of inputs, so
+    that it meets the cache as cold as the ops do.
     """
 
-    def __init__(self, n_bytes: int, n_sets: int, device):
+    def __init__(self, n_bytes: int, n_sets: int, device, parts: int = 1):
         if n_bytes < 8 or n_sets < 1:
             raise ValueError(f"n_bytes={n_bytes}, n_sets={n_sets}: at least 8 bytes and one set are allowed")
-        words = n_bytes // 8  # int32: on a CPU torch copies single bytes more slowly
-        self.bytes, self.next = 8 * words, 0
-        self.sources = [torch.randint(2**31 - 1, (words,), dtype=torch.int32, device=device) for _ in range(n_sets)]
+        words = max(1, n_bytes // 8 // parts)  # int32: on a CPU torch copies single bytes more slowly
+        self.bytes, self.next, self.empty_like = 8 * words * parts, 0, torch.empty_like
+        if torch.device(device).type == "cpu" and find_spec("numba"):
+            from vitkit.rotary.numba_kernels import empty_like
+
+            self.empty_like = empty_like
+        make = partial(torch.randint, 2**31 - 1, (words,), dtype=torch.int32, device=device)
+        self.sources = [[make() for _ in range(parts)] for _ in range(n_sets)]
 
     def __call__(self, *_):
-        source = self.sources[self.next]
+        sources = self.sources[self.next]
         self.next = (self.next + 1) % len(self.sources)
-        return torch.empty_like(source).copy_(source)  # contiguous, one dtype: the driver's own copy on a GPU
+        return [self.empty_like(x).copy_(x) for x in sources]  # contiguous, one dtype: the driver's own copy on a GPU
 
     def check(self, copied) -> bool:
         """Whether the last call copied what it should."""
-        return torch.equal(copied, self.sources[self.next - 1])
+        return all(map(torch.equal, copied, self.sources[self.next - 1]))
 
 
 class EmptyLaunch:
@@ -49,8 +59,11 @@ class EmptyLaunch:
         self.kernel, self.x = _empty_kernel, torch.zeros(1, device=self.device)
 
     def __call__(self, *_):
-        with torch.cuda.device(self.device):
+        if self.device.index in (None, torch.cuda.current_device()):
             self.kernel[(1,)](self.x)
+        else:
+            with torch.cuda.device(self.device):
+                self.kernel[(1,)](self.x)
 
     def check(self, _) -> bool:
         """It ran; there is nothing else to compare."""

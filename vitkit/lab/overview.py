@@ -2,7 +2,7 @@
 
 import pandas as pd
 
-from vitkit.lab.results import INFORMATION
+from vitkit.lab.peers import PEERS
 
 LIMITS = ("copy", "empty_launch", "matmul")  # what the machine allows, not a way to do it
 BASELINES = ("transformers", "reference")  # the first one that was measured
@@ -11,10 +11,11 @@ COLUMNS = ("op", "case", "tokens", "dtype", "clock", "best", "median", "speedup 
 
 def overview(name: str, rows: list[dict]) -> str:
     """`rows` of one notebook's run, as `results.read_rows` types them: a headline, and a table of what was timed."""
-    red = sum(row["correct"] is False for row in rows)
-    wrong = sum(bool(row["error"]) and not row["error"].startswith(INFORMATION) for row in rows)
-    state = "all correct" if not red else f"{red} NOT correct"
-    lines = [f"{name}: {len(rows)} rows, {state}" + (f", {wrong} with an error" if wrong else "")]
+    bad = [row for row in rows if row["correct"] is not True or row["error"]]
+    state = f"{len(bad)} NOT correct or failed" if bad else "all correct"
+    if bad and all(row["impl"] in PEERS for row in bad):
+        state += " (of peers)"
+    lines = [f"{name}: {len(rows)} rows, {state}"]
     table = [_line(cases) for cases in _few(_by_case(rows))]
     if not table:
         return lines[0]

@@ -15,6 +15,11 @@ from pathlib import Path
 SIZES = ("auto", "tiny", "cpu", "gpu")
 
 
+def scratch(size: str) -> str:
+    """Where a run of this size writes, below the repository: a tiny one proves nothing and stays out of data/."""
+    return "runs/tiny" if size == "tiny" else ""
+
+
 def list_notebooks(folder: Path) -> list[Path]:
     """The notebooks of a folder in the order of their numbers; those without a number come last, by name."""
     paths = [path for path in Path(folder).glob("*.ipynb") if not path.name.startswith(".")]

@@ -9,6 +9,7 @@ import functools
 import shutil
 import sys
 import types
+from importlib import import_module
 from importlib.util import find_spec
 from typing import NamedTuple
 
@@ -39,9 +40,8 @@ class RotaryInputs(NamedTuple):
 def rotary_peers(device, batched=False) -> dict:
     """{name: callable(RotaryInputs) -> (q, k)} of the peers that are installed and serve tensors on `device`."""
     peers, device = {}, torch.device(device)
-    if find_spec("transformers"):
-        from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_rotary_pos_emb_vision as theirs
-
+    theirs = _imported("transformers.models.qwen2_5_vl.modeling_qwen2_5_vl", "apply_rotary_pos_emb_vision")
+    if theirs:
         peers["transformers"] = lambda r: theirs(r.q, r.k, r.cos_doubled, r.sin_doubled)
         if device.type == "cuda" or shutil.which("g++") or shutil.which("clang++"):  # it compiles C++ for the CPU
             torch._dynamo.reset()  # else it would keep to eager after eight shapes
@@ -53,13 +53,18 @@ def rotary_peers(device, batched=False) -> dict:
     if flash:
         peers["flash_attn_2x"] = lambda r: tuple(_flash(flash, x, r) for x in (r.q, r.k))
         peers["flash_attn_cat"] = lambda r: _flash_cat(flash, r)
-    if find_spec("liger_kernel") and not batched:
-        try:
-            from liger_kernel.transformers.rope import liger_rotary_pos_emb_vision as liger
-        except ImportError:  # an older liger-kernel has no function for vision
-            return peers
+    liger = _imported("liger_kernel.transformers.rope", "liger_rotary_pos_emb_vision")
+    if liger and not batched:  # it takes (S, H, D) alone
         peers["liger"] = lambda r: liger(r.q, r.k, r.cos_doubled, r.sin_doubled)
     return peers
+
+
+def _imported(module, name):
+    """An attribute of a package that may be absent, broken or of a version without it; None then."""
+    try:
+        return getattr(import_module(module), name) if find_spec(module.split(".")[0]) else None
+    except (ImportError, AttributeError, RuntimeError):
+        return None
 
 
 @functools.cache
@@ -71,11 +76,7 @@ def _flash_attn_rotary():
     compiled = "flash_attn_2_cuda"
     if compiled not in sys.modules and not find_spec(compiled):
         sys.modules[compiled] = types.ModuleType(compiled)
-    try:
-        from flash_attn.ops.triton.rotary import apply_rotary
-    except ImportError:
-        return None
-    return apply_rotary
+    return _imported("flash_attn.ops.triton.rotary", "apply_rotary")
 
 
 def _flash(apply, x, r):
@@ -94,17 +95,14 @@ def index_peers(op: str, geometry):
     Its window function returns index and cu_seqlens; the inverse, which its tower computes later by an argsort, is not
     in its time. ids and index are int64.
     """
-    if not find_spec("transformers") or not find_spec("transformers.vision_utils"):
-        return {}
-    from transformers import vision_utils as vision
-
-    g = geometry
-    return {
-        "transformers": {
-            "rot_pos_ids": lambda grid, table: vision.get_vision_position_ids(table, g.spatial_merge_size),
-            "window_index": lambda grid, table: vision.get_vision_window_index(
-                table, g.spatial_merge_size, g.window_size, g.patch_size
-            ),
-            "cu_seqlens": lambda grid, table: vision.get_vision_cu_seqlens(table),
-        }[op]
+    names = {
+        "rot_pos_ids": ("get_vision_position_ids", (geometry.spatial_merge_size,)),
+        "window_index": (
+            "get_vision_window_index",
+            (geometry.spatial_merge_size, geometry.window_size, geometry.patch_size),
+        ),
+        "cu_seqlens": ("get_vision_cu_seqlens", ()),
     }
+    name, arguments = names[op]
+    theirs = _imported("transformers.vision_utils", name)
+    return {"transformers": lambda grid, table: theirs(table, *arguments)} if theirs else {}

@@ -227,10 +227,20 @@ def speedup(df, baseline: str, *, title=None, limits=("copy", "empty_launch")) -
     for i, impl in enumerate(impls):
         group = rows[rows["impl"] == impl]
         at = [cases.index(case) - 0.42 + step * (i + 0.5) for case in group["case"]]
-        bars = ax.barh(at, group["speedup"], height=step * 0.9, color=_style(impl, others)[0], label=impl)
-        ax.bar_label(bars, [f"{v:.3g}×" for v in group["speedup"]], padding=3, fontsize=9)
-    ax.axvline(1, color="#404040", lw=1, ls="--")
-    ax.set_xlim(0, max(1, rows["speedup"].max()) * 1.12)
+        # From 1 outwards on a logarithmic axis: twice as slow is as long as twice as fast.
+        ax.barh(at, group["speedup"] - 1, left=1, height=step * 0.9, color=_style(impl, others)[0], label=impl)
+        for y, value in zip(at, group["speedup"]):
+            ax.annotate(
+                f"{value:.2f}×", (max(value, 1), y), (3, 0), textcoords="offset points", va="center", fontsize=9
+            )
+    ax.axvline(1, color="#404040", lw=1)
+    ax.set_xscale("log")
+    low, high = min(1, rows["speedup"].min()), max(1, rows["speedup"].max())
+    ax.set_xlim(low / 1.1, high * (high / low) ** 0.12 * 1.1)
+    ticks = [t for t in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500) if low / 1.1 <= t <= high]
+    ax.xaxis.set_major_locator(FixedLocator(ticks))
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    ax.xaxis.set_minor_locator(NullLocator())
     ax.set_ylim(len(cases) - 0.5, -0.5)
     ax.set_yticks(range(len(cases)), [f"{case}\n({_us(base[case])})" for case in cases])
     ax.tick_params(axis="y", length=0)

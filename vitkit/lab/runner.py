@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
-from vitkit.lab.params import one_line
+from vitkit.lab.params import one_line, scratch
 
 INTERRUPTED = 130
 
@@ -66,7 +66,7 @@ class Target:
     def __init__(self, path: Path, values: dict, root: Path):
         from vitkit.lab.env import device_slug, resolve_device
 
-        self.name, self.root = path.stem, Path(values.get("out") or root)
+        self.name, self.root = path.stem, Path(values.get("out") or root / scratch(values.get("size", "")))
         self.slug = device_slug(resolve_device(values.get("device", "auto")))
         self.csv = self.root / "data" / "results" / self.slug / f"{self.name}.csv"
         self.before = {row["run_id"] for row in _rows(self.csv)}
@@ -81,7 +81,8 @@ class Target:
         env = [self.root / "data" / "env" / f"{i}.json" for i in sorted({row["env_id"] for row in rows})]
         figures = sorted((self.root / "figures" / self.slug).glob(f"{self.name}-*"))
         drawn = [path for path in figures if path.stat().st_mtime >= self.start - 1]  # file systems round down
-        return [self.csv, *(path for path in env if path.exists()), *drawn]
+        counts = self.csv.with_name(f"{self.name}-counts.csv")
+        return [self.csv, *(path for path in (counts, *env) if path.exists()), *drawn]
 
 
 def _rows(path: Path) -> list[dict]:
@@ -95,6 +96,9 @@ def _execute(path: Path, values: dict, output: Path) -> None:
 
     # Silences a warning of the debugger that would otherwise stand in every executed notebook.
     os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")
+    # The kernel imports the library that this process runs, wherever another one may be installed.
+    here = str(Path(__file__).resolve().parents[2])
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
     bar = {"desc": path.stem, "mininterval": 0.1 if sys.stderr.isatty() else 10.0}
     papermill.execute_notebook(
         str(path),

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pandas as pd
 
+LIMITS = ("copy", "empty_launch")  # what the machine allows
+
 
 def is_correct(df: pd.DataFrame) -> pd.Series:
     """True where a row's check was green: `correct` as a bool, or as the text that a CSV file holds."""
@@ -19,6 +21,12 @@ def _timed(df):
 
 def _varying(df, names):
     return [name for name in names if name in df and df[name].nunique(dropna=False) > 1]
+
+
+def baseline(df: pd.DataFrame) -> str:
+    """What is compared with: transformers where it has a time, else the library's own plain way."""
+    timed = set(_timed(df)["impl"])
+    return next((impl for impl in ("transformers", "reference", "eager") if impl in timed), sorted(timed)[0])
 
 
 def summary(df: pd.DataFrame, baseline: str) -> pd.DataFrame:
@@ -45,6 +53,25 @@ def summary(df: pd.DataFrame, baseline: str) -> pd.DataFrame:
     out["correct"] = is_correct(df)
     out[f"speedup over {baseline}"] = over / median
     return out.reset_index(drop=True)
+
+
+def overview(df: pd.DataFrame, baseline: str) -> pd.DataFrame:
+    """A line a case, by rising tokens: every implementation's median in µs, the fastest, and its gain on `baseline`.
+
+    Blank where the check was not green. Columns that vary (op, direction, dtype, clock) come first.
+    """
+    keys = [*_varying(df, ["op", "direction", "dtype", "clock"]), "n_tokens", "n_images", "case"]
+    timed = _timed(df).drop_duplicates([*keys, "impl"], keep="last")
+    medians = timed.pivot(index=keys, columns="impl", values="median_us").astype(float)
+    limits = [impl for impl in LIMITS if impl in medians]
+    ways = [impl for impl in medians if impl not in limits]
+    out = medians[[*ways, *limits]].add_suffix(" µs")
+    out["fastest"] = medians[ways].idxmin(axis=1)
+    if baseline in ways:
+        out[f"gain on {baseline}"] = medians[baseline] / medians[ways].min(axis=1)
+    out = out.reset_index().rename(columns={"n_tokens": "patches", "n_images": "images"})
+    out.columns.name = None
+    return out
 
 
 def load_published(root: Path | None = None) -> dict:
@@ -78,6 +105,13 @@ def published(df: pd.DataFrame, table: str, root: Path | None = None) -> pd.Data
         last = group.drop_duplicates(key, keep="last").set_index(key)["median_us"]
         out[", ".join([name, *map(str, more), f"ms ({device})"])] = last.astype(float) / 1000
     return out.reset_index()
+
+
+def show(df: pd.DataFrame):
+    """The whole table as a notebook shows it, rendered from the Markdown that is saved."""
+    from IPython.display import Markdown
+
+    return Markdown(markdown(df))
 
 
 def _cell(value) -> str:

@@ -15,6 +15,7 @@ import functools
 import gc
 import math
 import random
+import re
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -84,7 +85,11 @@ def measure(
             else:
                 samplers[impl] = _call_sampler(case.calls[impl], case.inputs[0], device, clock)
     for impl, times in _rounds(samplers, n, budget_s, n_min, n_max, warmup).items():
-        _add_statistics(rows[impl], times, getattr(case.calls[impl], "bytes", case.bytes))
+        if isinstance(times, Exception):  # out of memory in a later call, say
+            rows[impl]["error"] = _said(times)
+        else:
+            n_bytes = getattr(case.calls[impl], "bytes", case.bytes)
+            _add_statistics(rows[impl], times, 0 if clock == "host" else n_bytes)  # the host moves no bytes
     samplers.clear()  # lets go of the graphs and of the memory of their outputs
     rows = list(rows.values())
     if on_rows:
@@ -119,24 +124,32 @@ def _first_call(case, impl, device) -> dict:
 
 
 def _rounds(samplers, n, budget_s, n_min, n_max, warmup) -> dict:
-    """{impl: times of one call in us}, interleaved."""
+    """{impl: times of one call in us}, interleaved; an implementation that raises drops out, with its exception."""
     times = {impl: [] for impl in samplers}
     order, shuffle = list(samplers), random.Random(0).shuffle
-    if not order:
-        return times
+
+    def one_round(keep):
+        for impl in list(order):
+            try:
+                us = samplers[impl]()
+            except Exception as error:
+                times[impl] = error
+                order.remove(impl)
+            else:
+                if keep:
+                    times[impl].append(us)
+
     with _no_collection():  # one that falls into a call would be charged to it
         round_s = 0.0
         for _ in range(warmup):
             start = time.perf_counter()
-            for impl in order:
-                samplers[impl]()
+            one_round(keep=False)
             round_s = time.perf_counter() - start
         if n is None:
             n = max(n_min, min(n_max, int(budget_s / round_s) if round_s else n_max))
         for _ in range(n):
             shuffle(order)
-            for impl in order:
-                times[impl].append(samplers[impl]())
+            one_round(keep=True)
     return times
 
 
@@ -284,4 +297,6 @@ def _sync(device):
 
 
 def _said(error) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
+    """One line without paths: it ends up in files that people publish."""
+    text = re.sub(r"(~|[A-Za-z]:)?(/[\w.+@~-]+)+/", "", " ".join(str(error).split()))
+    return f"{type(error).__name__}: {text}"[:200]

@@ -19,6 +19,9 @@ from ..geometry import Geometry, check_grid_thw
 # Limits that Qwen publishes for one video frame, in pixels; a photo's are the processor's defaults.
 VIDEO_SIZE = {"shortest_edge": 128 * 28 * 28, "longest_edge": 768 * 28 * 28}
 
+MAX_PIXELS = 64_000_000  # of a photo; the processor scales all above 1 million down anyway
+MAX_BATCHES = 200  # of the user's own grids: each is timed for a second or two
+
 # Photos in scikit-image's wheel that its documentation states to be in the public domain or CC0.
 SKIMAGE_PHOTOS = {
     "astronaut": ("astronaut.png", "NASA Great Images, public domain"),
@@ -55,6 +58,8 @@ def _open(path):
     from PIL import Image, ImageOps
 
     with Image.open(path) as image:
+        if image.width * image.height > MAX_PIXELS:
+            raise ValueError(f"{image.width} x {image.height} pixels: up to {MAX_PIXELS} are allowed")
         return ImageOps.exif_transpose(image).convert("RGB")
 
 
@@ -65,6 +70,9 @@ def photos(folder: Path | str | None = None) -> list[Photo]:
     `folder` that is no readable image is skipped with a warning that names it.
     """
     found = []
+    if not find_spec("transformers"):
+        warnings.warn("no photos: transformers, whose image processor cuts them into patches, is missing", stacklevel=2)
+        return found
     if find_spec("matplotlib"):
         from matplotlib.cbook import get_sample_data
 
@@ -76,13 +84,18 @@ def photos(folder: Path | str | None = None) -> list[Photo]:
         if path.exists():
             found.append(Photo(name, _open(path), f"scikit-image: {source}"))
     folder = Path(folder) if folder is not None else _root() / "data" / "images"
+    own = 0
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if path.name.startswith(".") or path.suffix.lower() == ".md" or not path.is_file():
             continue
         try:
-            found.append(Photo(path.name, _open(path), "the user's own"))
-        except Exception as error:  # Pillow raises many kinds for a broken file
-            warnings.warn(f"{path} is skipped: no readable image ({error})", stacklevel=2)
+            photo = Photo(f"own photo {own + 1}", _open(path), "the user's own")  # its file name is nobody's business
+            photo_grid(photo)
+        except Exception as error:  # Pillow raises many kinds for a broken file, the processor one for a thin strip
+            warnings.warn(f"{path} is skipped: no usable image ({error})", stacklevel=2)
+        else:
+            own += 1
+            found.append(photo)
     return found
 
 
@@ -194,12 +207,18 @@ def read_grids(value, geometry: Geometry | None = None) -> list[tuple[str, list]
         raise ValueError(f"grids={str(value)!r}: no such file")
     batches = {}
     for line, batch, rows in readers[path.suffix.lower()](path):
-        batch = batch or f"{path.name}:{line}"
+        batch = f"own batch {batch}" if batch else f"own line {line}"
+        if not rows:
+            raise ValueError(f"{path}, line {line}: no row; at least one t, h, w is allowed")
         try:
             checked = [list(row) for row in check_grid_thw(rows, geometry)]
             batches[batch] = batches.get(batch, []) + checked
         except ValueError as error:
             raise ValueError(f"{path}, line {line}: {error}") from None
+    if len(batches) > MAX_BATCHES:
+        raise ValueError(
+            f"{path}: {len(batches)} batches; up to {MAX_BATCHES} are allowed (a column `batch` joins rows)"
+        )
     for batch, rows in batches.items():  # the limit on the patches of a whole batch
         try:
             check_grid_thw(rows, geometry)
@@ -238,7 +257,7 @@ def _csv_rows(path):
 def _jsonl_rows(path):
     """(line, "", rows) of every line that is not blank."""
     allowed = '[t, h, w], {"t":, "h":, "w":} or {"grid_thw": [[t, h, w], ...]} is allowed'
-    for line, text in enumerate(path.read_text(encoding="utf-8-sig").splitlines(), start=1):
+    for line, text in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), start=1):
         if not text.strip():
             continue
         try:

@@ -15,6 +15,7 @@ from importlib.util import find_spec
 import torch
 
 from ..geometry import Geometry
+from . import eager
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -30,7 +31,7 @@ def _way(module, function="rotary_qk"):
 
 # Every entry takes (q, k, cos, sin, inplace), already checked, and returns (q, k).
 IMPLEMENTATIONS = {
-    "eager": _way("eager"),
+    "eager": eager.rotary_qk,
     "triton_separate": _way("triton_kernels", "rotary_qk_separate"),
     "triton": _way("triton_kernels"),
     "numba": _way("numba_kernels"),
@@ -45,13 +46,15 @@ def rotary_cos_sin(pos_ids: torch.Tensor, geometry: Geometry) -> tuple[torch.Ten
     rounded once at the end. ValueError if pos_ids has another shape or dtype.
     """
     integers = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
+    if not isinstance(geometry, Geometry):
+        raise ValueError(f"geometry={geometry!r}: a vitkit.Geometry is allowed")
     if not isinstance(pos_ids, torch.Tensor) or pos_ids.dtype not in integers:
         raise ValueError(f"pos_ids={_about(pos_ids)}: an integer tensor (N, 2) is allowed")
     if pos_ids.dim() != 2 or pos_ids.shape[1] != 2:
         raise ValueError(f"pos_ids.shape={tuple(pos_ids.shape)}: (N, 2) is allowed")
     n = geometry.head_dim // 4
     exponent = torch.arange(n, dtype=torch.float64, device=pos_ids.device) / n
-    angles = (pos_ids.unsqueeze(-1) * geometry.rope_theta**-exponent).flatten(1)
+    angles = (pos_ids.unsqueeze(-1) * geometry.rope_theta**-exponent).flatten(1).contiguous()
     return angles.cos().float(), angles.sin().float()
 
 
@@ -65,20 +68,28 @@ def apply_rotary_qk(q, k, cos, sin, *, inplace=False, impl="auto") -> tuple[torc
     (float64, gradients). ValueError names an argument that is not allowed, before anything is computed.
     """
     _check(q, k, cos, sin, inplace)
-    rotate = _choose(impl, q, k, cos, sin)
+    impl = _choose(impl, q, k, cos, sin)
+    if cos.dtype != sin.dtype or (cos.dtype == torch.float64 and q.dtype != torch.float64):
+        wide = torch.promote_types(q.dtype, torch.float32)  # the dtype of the arithmetic
+        cos, sin = cos.to(wide), sin.to(wide)
     if cos.stride(-1) != 1 or sin.stride(-1) != 1:
         cos, sin = cos.contiguous(), sin.contiguous()
-    if torch.float64 in (cos.dtype, sin.dtype) and q.dtype != torch.float64:  # the arithmetic is fp32
-        cos, sin = cos.float(), sin.float()
-    return rotate(q, k, cos, sin, inplace)
+    out = IMPLEMENTATIONS[impl](q, k, cos, sin, inplace)
+    if inplace and impl != "eager":  # autograd then notices a write to what it had saved
+        for x in (q, k):
+            if not x.is_inference():
+                torch.autograd.graph.increment_version(x)
+    return out
 
 
 def apply_rotary_qkv_(qkv, cos, sin, *, impl="auto") -> torch.Tensor:
     """q and k rotated in place in a packed (S, 3, H, D); v is not touched. Returns qkv. Else as `apply_rotary_qk`."""
     if not isinstance(qkv, torch.Tensor) or qkv.dim() != 4 or qkv.shape[1] != 3:
         raise ValueError(f"qkv={_about(qkv)}: a tensor (S, 3, H, D) is allowed")
-    q, k, _ = qkv.unbind(1)
-    apply_rotary_qk(q, k, cos, sin, inplace=True, impl=impl)
+    if qkv.dtype not in DTYPES or qkv.shape[3] % 2 or qkv.stride(3) != 1:
+        allowed = "a floating dtype, an even D and a contiguous last axis are allowed"
+        raise ValueError(f"qkv={_about(qkv)} with stride()={qkv.stride()}: {allowed}")
+    apply_rotary_qk(qkv[:, 0], qkv[:, 1], cos, sin, inplace=True, impl=impl)
     return qkv
 
 
@@ -104,38 +115,101 @@ def _check(q, k, cos, sin, inplace):
     for name, x in (("q", q), ("k", k)):
         if x.stride(-1) != 1:
             raise ValueError(f"{name}.stride()={x.stride()}: a contiguous last axis (stride 1) is allowed")
-        if inplace and any(n > 1 and s == 0 for n, s in zip(x.shape, x.stride())):
-            raise ValueError(f"{name}.stride()={x.stride()} with inplace=True: no expanded axis is allowed")
     for name, x in (("cos", cos), ("sin", sin)):
         if tuple(x.shape) not in ((S, D // 2), (S, D)):
             raise ValueError(f"{name}.shape={tuple(x.shape)}: ({S}, {D // 2}) or ({S}, {D}) is allowed")
     if not isinstance(inplace, bool):
         raise ValueError(f"inplace={inplace!r}: True or False is allowed")
+    if inplace and q.numel() + k.numel():
+        _check_inplace(q, k, cos, sin)
 
 
-def _choose(impl, q, k, cos, sin):
-    if impl != "auto" and impl not in IMPLEMENTATIONS:
+def _check_inplace(q, k, cos, sin):
+    """Refuses what could be half written, or written twice: before anything is."""
+    for name, x in (("q", q), ("k", k)):
+        if torch.is_grad_enabled() and x.requires_grad and x.is_leaf:
+            raise ValueError(f"{name} is a leaf that requires grad: with inplace=True it is not allowed to be")
+        if x.is_inference() and not torch.is_inference_mode_enabled():
+            raise ValueError(f"{name} is an inference tensor: with inplace=True only in inference mode allowed")
+        extent = 1
+        for stride, n in sorted((s, n) for s, n in zip(x.stride(), x.shape) if n > 1):
+            if stride < extent:
+                raise ValueError(f"{name}.stride()={x.stride()} with inplace=True: entries of their own are allowed")
+            extent += (n - 1) * stride
+    if _meet(q, k) and not _interleaved(q, k):
+        raise ValueError("q and k share memory: with inplace=True only apart, or as parts of a packed qkv allowed")
+    for name, x in (("cos", cos), ("sin", sin)):
+        if _meet(x, q) or _meet(x, k):
+            raise ValueError(f"{name} shares memory with q or k: with inplace=True it is not allowed to")
+
+
+def _extent(x, below=None) -> int:
+    """Entries from the first to the last, counting only axes whose stride is smaller than `below`."""
+    return 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride()) if below is None or s < below)
+
+
+def _meet(x, y) -> bool:
+    """Whether the ranges of memory from first to last entry meet. (A tensor without memory, as on meta, has none.)"""
+    if x.device.type not in ("cpu", "cuda") or type(x) is not type(y) or not x.numel() or not y.numel():
+        return False
+    start_x, start_y = x.data_ptr(), y.data_ptr()
+    return start_x < start_y + _extent(y) * y.element_size() and start_y < start_x + _extent(x) * x.element_size()
+
+
+def _interleaved(q, k) -> bool:
+    """Whether q and k repeat with one stride s and keep to parts of it of their own, as in a packed qkv."""
+    if q.stride() != k.stride():
+        return False
+    apart = (k.data_ptr() - q.data_ptr()) // q.element_size()
+    for s in q.stride():
+        if s > 1 and all(t % s == 0 for t in q.stride() if t > s):
+            place = apart % s
+            if place >= _extent(q, s) and place + _extent(k, s) <= s:
+                return True
+    return False
+
+
+def _choose(impl, q, k, cos, sin) -> str:
+    if type(impl) is not str or (impl != "auto" and impl not in IMPLEMENTATIONS):
         raise ValueError(f"impl={impl!r}: {', '.join(map(repr, [*IMPLEMENTATIONS, 'auto']))} are allowed")
+    if impl == "eager" or (impl == "auto" and torch.compiler.is_compiling()):  # torch.compile fuses what it traces
+        return "eager"
     fast = "numba" if q.device.type == "cpu" else "triton"
-    reason = None if impl == "eager" else _refusal(fast if impl == "auto" else impl, q, (q, k, cos, sin))
+    reason = _refusal(fast if impl == "auto" else impl, (q, k, cos, sin))
     if impl == "auto":
-        impl = "eager" if reason else fast
-    elif reason:
+        return "eager" if reason else fast
+    if reason:
         raise ValueError(f"impl={impl!r}: {reason}")
-    return IMPLEMENTATIONS[impl]
+    return impl
 
 
-def _refusal(impl, q, tensors):
+def _refusal(impl, tensors):
     """Why a named implementation other than eager cannot serve the call, and what would; None if it can."""
-    package = "numba" if impl == "numba" else "triton"
+    package, device = "numba" if impl == "numba" else "triton", tensors[0].device.type
     if not find_spec(package):
         return f"{package} is not installed; 'eager' or 'auto' would serve"
-    if q.dtype == torch.float64:
+    if tensors[0].dtype == torch.float64:
         return "float64 is served by 'eager' alone"
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return "an input requires grad, which 'eager' alone serves ('auto' takes it)"
-    if impl == "numba" and q.device.type != "cpu":
-        return f"q lies on {q.device}, and numba serves the CPU; 'triton', 'eager' or 'auto' would serve"
-    if package == "triton" and q.device.type == "cpu" and not import_module(f"{__name__}.triton_kernels").INTERPRETED:
-        return "q lies on the CPU, and triton serves GPUs; 'numba', 'eager' or 'auto' would serve"
+    if impl == "numba" and device != "cpu":
+        return f"q lies on {device}, and numba serves the CPU; 'eager' or 'auto' would serve"
+    if package == "triton" and device != "cuda" and not (device == "cpu" and _interpreted()):
+        return f"q lies on {device}, and triton serves GPUs; 'eager' or 'auto' would serve"
+    if not all(_is_plain(x) for x in tensors) or torch._C._len_torch_dispatch_stack() or _transformed():
+        return "an input is no plain tensor with memory of its own, or is being traced; 'eager' would serve"
     return None
+
+
+def _interpreted() -> bool:
+    return import_module(f"{__name__}.triton_kernels").INTERPRETED
+
+
+def _is_plain(x) -> bool:
+    """Memory that can be read by address: no subclass (fake, distributed, ...), no lazy negation, no implied zeros."""
+    return type(x) in (torch.Tensor, torch.nn.Parameter) and not x.is_neg() and not x._is_zerotensor()
+
+
+def _transformed() -> bool:
+    """Whether vmap, grad or forward-mode differentiation looks on."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0

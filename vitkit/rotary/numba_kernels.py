@@ -39,7 +39,7 @@ _HUGE_BYTES = 4 << 20
 def _compile(kind, fp16):
     """The pass for one kind of q and k and one way to read fp16 tables: rows [start, stop) of the B * S."""
 
-    @njit("void(int64[::1], int64, int64)", nogil=True, cache=True)
+    @njit("void(int64[::1], int64, int64)", nogil=True)
     def rotate_rows(arguments, start, stop):
         tokens, half, table = arguments[0], arguments[1], arguments[2]
         cos, cos_stride, sin, sin_stride = arguments[3], arguments[4], arguments[5], arguments[6]
@@ -151,9 +151,9 @@ def _madvise():
     return function
 
 
-def _empty_like(x):
+def empty_like(x):
     """A new contiguous tensor, on huge pages if it is large: a fault every 4 KiB costs more than the whole rotation."""
-    out = torch.empty(x.shape, dtype=x.dtype)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     n_bytes = out.numel() * out.element_size()
     if n_bytes >= _HUGE_BYTES and _madvise() is not None:
         start = -(-out.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -168,7 +168,7 @@ def rotary_qk(q, k, cos, sin, inplace):
     q (S, Hq, D) or (B, S, Hq, D), k likewise with its own H, both float32, bfloat16 or float16; cos, sin (S, D/2) or
     (S, D), of any of the three. Returns q and k themselves in place, else new contiguous tensors.
     """
-    q_out, k_out = (q, k) if inplace else (_empty_like(q), _empty_like(k))
+    q_out, k_out = (q, k) if inplace else (empty_like(q), empty_like(k))
     if q.numel() + k.numel() == 0:
         return q_out, k_out
     tokens, half, size = q.shape[-3], q.shape[-1] // 2, cos.element_size()
@@ -178,8 +178,4 @@ def rotary_qk(q, k, cos, sin, inplace):
     n_bytes = 2 * (q.numel() + k.numel()) * q.element_size()
     kernel = _kernel(KINDS[q.dtype], KINDS[torch.float16])
     _run(kernel, np.array(arguments, np.int64), rows, n_bytes, (q, k, cos, sin, q_out, k_out))
-    if inplace:
-        for x in (q, k):
-            if not x.is_inference():
-                torch.autograd.graph.increment_version(x)  # autograd then notices a write to what it had saved
     return q_out, k_out
