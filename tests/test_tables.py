@@ -62,40 +62,24 @@ def test_rotary_has_a_row_a_kernel():
     assert out.loc["triton", "B2 S16384, ms (cpu-some)"] == pytest.approx(0.084)
 
 
-def test_summary_compares_green_rows_only():
-    df = pd.DataFrame(
-        [
-            row("a", "reference", 100.0),
-            row("a", "numba", 20.0),
-            row("a", "torch", 10.0, correct=False),
-            row("b", "reference", 100.0, correct="False"),
-            row("b", "numba", 20.0, correct="True"),
-        ]
-    )
-    out = tables.summary(df, "reference")
-    assert list(out.columns) == [
-        "case",
-        "impl",
-        "median µs",
-        "p20 µs",
-        "p80 µs",
-        "n",
-        "correct",
-        "speedup over reference",
+def test_the_overview_compares_green_rows_of_equal_clocks():
+    rows = [
+        row("a", "reference", 100.0),
+        row("a", "numba", 20.0),
+        row("a", "torch", 10.0, correct=False),
+        row("a", "copy", 1.0),
+        row("b", "reference", 100.0, correct="False"),
+        row("b", "numba", 20.0, correct="True"),
+        row("a", "numba", 50.0, clock="host"),
     ]
-    np.testing.assert_allclose(out["speedup over reference"], [1, 5, np.nan, np.nan, np.nan])
-    np.testing.assert_allclose(out["median µs"], [100, 20, np.nan, np.nan, 20])
-    with pytest.raises(ValueError, match="baseline='eager'"):
-        tables.summary(df, "eager")
-
-
-def test_summary_compares_equal_clocks():
-    df = pd.DataFrame(
-        [row("a", impl, t, clock=c) for impl, t, c in (("x", 8, "host"), ("x", 9, "e2e"), ("y", 4, "host"))]
-    )
-    out = tables.summary(df, "x")
-    assert out["clock"].tolist() == ["host", "e2e", "host"]
-    np.testing.assert_allclose(out["speedup over x"], [1, 1, 2])
+    df = pd.DataFrame([{**r, "n_images": 1, "n_tokens": 64 if r["case"] == "b" else 4} for r in rows])
+    assert tables.baseline(df) == "reference" and tables.baseline(df[df.impl == "numba"]) == "numba"
+    out = tables.overview(df, "reference").set_index(["clock", "case"])
+    first = rows[0]["clock"]
+    assert out.loc[(first, "a"), "numba µs"] == 20 and out.loc[(first, "a"), "copy µs"] == 1
+    assert out.loc[(first, "a"), "fastest"] == "numba" and out.loc[(first, "a"), "gain on reference"] == 5
+    assert pd.isna(out.loc[(first, "b"), "gain on reference"]) and pd.isna(out.loc[("host", "a"), "gain on reference"])
+    assert "torch µs" not in out and list(out["patches"]) == [4, 64, 4]
 
 
 def test_markdown():

@@ -5,9 +5,10 @@ import gc
 import pytest
 import torch
 
-from vitkit.lab import timing
+from vitkit.lab import graphs, timing
+from vitkit.lab.graphs import input_sets
 from vitkit.lab.limits import CopyLimit, EmptyLaunch
-from vitkit.lab.timing import Case, input_sets, measure
+from vitkit.lab.timing import Case, measure
 
 TIMES = ["n", "median_us", "p20_us", "p80_us", "first_call_us", "bytes", "gbps"]
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -142,15 +143,15 @@ def test_sets_of_inputs_exceed_the_cache_within_bounds(monkeypatch):
     assert [len(input_sets(tuple, int(2**20 * mib), "cuda:0")) for mib in (1 / 4, 1, 10, 1000)] == [512, 201, 21, 2]
     assert len(input_sets(tuple, 1, "cpu")) == 1
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert timing.cache_bytes("cuda:0") == 256 * 2**20  # the cache behind the L2 that ROCm reports
+    assert graphs.cache_bytes("cuda:0") == 256 * 2**20  # the cache behind the L2 that ROCm reports
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: object())
-    assert timing.cache_bytes("cuda:0") == 64 * 2**20
+    assert graphs.cache_bytes("cuda:0") == 64 * 2**20
 
 
 def test_a_storage_counts_once():
     x = torch.zeros(10, dtype=torch.uint8)
-    assert timing._storage_bytes([(x, x[2:]), {"a": [torch.zeros(5, dtype=torch.uint8)]}, None, 3, "text"]) == 15
+    assert graphs._storage_bytes([(x, x[2:]), {"a": [torch.zeros(5, dtype=torch.uint8)]}, None, 3, "text"]) == 15
 
 
 class TestGpu:

@@ -29,32 +29,6 @@ def baseline(df: pd.DataFrame) -> str:
     return next((impl for impl in ("transformers", "reference", "eager") if impl in timed), sorted(timed)[0])
 
 
-def summary(df: pd.DataFrame, baseline: str) -> pd.DataFrame:
-    """case, impl, median, p20, p80, n and the speedup over `baseline`; blank where the check was not green.
-
-    Columns that vary (op, direction, dtype, device, clock) come first, and a speedup compares only equal ones. Of
-    rows that agree in all of these the last is taken.
-    """
-    if baseline not in set(df["impl"]):
-        raise ValueError(f"baseline={baseline!r}: one of {sorted(set(df['impl']))} is allowed")
-    keys = [*_varying(df, ["op", "direction", "dtype", "device", "clock"]), "case"]
-    df = df.drop_duplicates([*keys, "impl"], keep="last")
-    good = df.index.isin(_timed(df).index)
-    median = pd.to_numeric(df["median_us"], errors="coerce").where(good)
-    base = {
-        tuple(row): value for *row, impl, value in zip(*(df[k] for k in keys), df["impl"], median) if impl == baseline
-    }
-    over = pd.Series([base.get(tuple(row), float("nan")) for row in zip(*(df[k] for k in keys))], index=df.index)
-    out = df[[*keys, "impl"]].copy()
-    out["median µs"] = median
-    for name in ("p20_us", "p80_us"):
-        out[name[:3] + " µs"] = pd.to_numeric(df[name], errors="coerce").where(good)
-    out["n"] = df["n"]
-    out["correct"] = is_correct(df)
-    out[f"speedup over {baseline}"] = over / median
-    return out.reset_index(drop=True)
-
-
 def overview(df: pd.DataFrame, baseline: str) -> pd.DataFrame:
     """A line a case, by rising tokens: every implementation's median in µs, the fastest, and its gain on `baseline`.
 
