@@ -69,8 +69,10 @@ def test_stored_errors(op, impl, bad):
 
 def test_stored_workloads():
     for work in CASES["workloads"]:
-        for impl in set(FAST) - ({"triton"} if DEVICE == "cpu" else set()):  # too large for the interpreter
-            equals_reference(work["grid_thw"], QWEN, impl)
+        patches = sum(t * h * w for t, h, w in work["grid_thw"])
+        for impl in FAST:
+            if impl != "triton" or DEVICE == "cuda" or patches < 50_000:  # 200 programs in the interpreter
+                equals_reference(work["grid_thw"], QWEN, impl)
 
 
 @st.composite
@@ -124,7 +126,10 @@ def test_properties(impl, batch):
     units = sum(t * h * w for t, h, w in grid) // m**2
     assert sorted(windows.index.tolist()) == list(range(units))
     assert (windows.index[windows.reverse.long()].cpu() == torch.arange(units)).all()
-    assert (windows.cu_seqlens.diff() > 0).all() and windows.cu_seqlens[-1] == units * m**2
+    frames = vitkit.cu_seqlens(grid, geometry, impl=impl, device=DEVICE).cu_seqlens
+    for cu in (windows.cu_seqlens, frames):
+        assert cu[0] == 0 and (cu.diff() > 0).all() and cu[-1] == units * m**2
+    assert set(frames.tolist()) <= set(windows.cu_seqlens.tolist())  # no window crosses a frame
     # A batch is the concatenation of its items, and t frames are t copies.
     items = [
         vitkit.window_index([(1, h, w)], geometry, impl=impl, device=DEVICE).index.cpu()

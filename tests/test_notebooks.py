@@ -61,6 +61,16 @@ def test_a_notebook_writes_its_rows_and_figures(notebook, tmp_path, monkeypatch)
     svgs = sorted(tmp_path.glob(f"figures/cpu-*/{notebook.stem}-*.svg"))
     assert len(svgs) == n_figures and all(path.with_suffix(".png").is_file() for path in svgs)
     assert len(list(tmp_path.glob(f"figures/cpu-*/{notebook.stem}-*.md"))) == 2
+    for path in svgs:  # matplotlib keeps the texts of an SVG as comments beside their outlines
+        texts = re.findall(r"<!-- (.+?) -->", path.read_text(encoding="utf-8"))
+        op = next((op for op in ops if op.replace("_", "-") in path.stem), next(iter(ops)))
+        if path.stem.endswith("-latency"):
+            assert "latency (µs), e2e clock" in texts and any(t.startswith(("tokens", "patches")) for t in texts)
+            drawn = set(rows[rows.op == op].impl)
+            assert all(texts.count(impl) == 1 for impl in drawn - {"copy"}) and texts.count("copy (limit)") == 1
+            assert any(rows.run_id[0] in text for text in texts)
+        elif path.stem.endswith("-speedup"):
+            assert "speedup over transformers (times), e2e clock" in texts
     shown = [o for c in executed.cells if c.cell_type == "code" for o in c.outputs if "image/png" in o.get("data", {})]
     assert len(shown) == n_figures  # each once, in the notebook too
     said = "".join(o.get("text", "") for c in executed.cells if c.cell_type == "code" for o in c.outputs)
