@@ -2,16 +2,26 @@
 
 from .geometry import Geometry
 from .indices import CuSeqlens, WindowIndex, cu_seqlens, rot_pos_ids, window_index
-from .rotary import apply_rotary_qk, apply_rotary_qkv_, rotary_cos_sin
+from .rotary import (
+    apply_rotary_qk,
+    apply_rotary_qk_from_pos,
+    apply_rotary_qkv_,
+    apply_rotary_qkv_from_pos_,
+    rotary_cos_sin,
+    rotary_table,
+)
 
 __all__ = [
     "CuSeqlens",
     "Geometry",
     "WindowIndex",
     "apply_rotary_qk",
+    "apply_rotary_qk_from_pos",
     "apply_rotary_qkv_",
+    "apply_rotary_qkv_from_pos_",
     "cu_seqlens",
     "rot_pos_ids",
     "rotary_cos_sin",
+    "rotary_table",
     "window_index",
 ]

@@ -1,14 +1,17 @@
 """Rotary embedding of q and k in plain torch: the arithmetic of transformers, on any device, with gradients.
 
-fp32 for every dtype but float64, which stays in float64; one rounding at the end. `torch.float64` and inputs that
-require grad are served here alone.
+fp32 for every dtype but float64, which stays in float64; one rounding at the end. `torch.float64`, and tables that
+require grad, are served here alone.
 """
 
 import torch
 
 
-def rotary_qk(q, k, cos, sin, inplace):
-    """q, k (..., S, H, D), cos and sin (S, D/2) or (S, D): checked arguments of `vitkit.apply_rotary_qk`."""
+def rotary_qk(q, k, cos, sin, inplace, backward=False):
+    """q, k (..., S, H, D), cos and sin (S, D/2) or (S, D): checked arguments of `vitkit.apply_rotary_qk`.
+
+    backward: by the negative angle."""
+    sin = -sin if backward else sin
     out_q, out_k = _rotate(q, cos, sin), _rotate(k, cos, sin)
     return (q.copy_(out_q), k.copy_(out_k)) if inplace else (out_q, out_k)
 

@@ -162,12 +162,13 @@ def empty_like(x):
     return out
 
 
-def rotary_qk(q, k, cos, sin, inplace):
+def rotary_qk(q, k, cos, sin, inplace, backward=False):
     """Rotate q and k; the inputs are as `vitkit.rotary` has checked them, and no gradient is recorded.
 
     q (S, Hq, D) or (B, S, Hq, D), k likewise with its own H, both float32, bfloat16 or float16; cos, sin (S, D/2) or
     (S, D), of any of the three. Returns q and k themselves in place, else new contiguous tensors.
     """
+    sin = -sin if backward else sin
     q_out, k_out = (q, k) if inplace else (empty_like(q), empty_like(k))
     if q.numel() + k.numel() == 0:
         return q_out, k_out

@@ -1,0 +1,55 @@
+"""The rotation as operators of torch.library, so that torch.compile and torch.export keep it as one node.
+
+Their code runs when the compiled program does and takes the same way as an eager call. Shapes are as in
+`vitkit.rotary`; a, b are cos and sin, or pos_ids and table if from_pos.
+"""
+
+import torch
+from torch import Tensor
+
+
+@torch.library.custom_op("vitkit::rotary_qk", mutates_args=())
+def rotary_qk(
+    q: Tensor, k: Tensor, a: Tensor, b: Tensor, from_pos: bool, impl: str, backward: bool
+) -> tuple[Tensor, Tensor]:
+    from . import _rotate
+
+    return _rotate(q, k, a, b, False, from_pos, impl, backward)
+
+
+@rotary_qk.register_fake
+def _(q, k, a, b, from_pos, impl, backward):
+    return q.new_empty(q.shape), k.new_empty(k.shape)
+
+
+def _save(ctx, inputs, output):
+    _, _, a, b, ctx.from_pos, ctx.impl, ctx.backward_ = inputs
+    ctx.save_for_backward(a, b)
+
+
+def _backward(ctx, grad_q, grad_k):
+    grads = [grad.contiguous() for grad in (grad_q, grad_k)]
+    grads = rotary_qk(*grads, *ctx.saved_tensors, ctx.from_pos, ctx.impl, not ctx.backward_)
+    return *grads, None, None, None, None, None
+
+
+rotary_qk.register_autograd(_backward, setup_context=_save)
+
+
+@torch.library.custom_op("vitkit::rotary_qk_", mutates_args=("q", "k"))
+def rotary_qk_(q: Tensor, k: Tensor, a: Tensor, b: Tensor, from_pos: bool, impl: str) -> None:
+    from . import _rotate, checks
+
+    checks.check_inplace(q, k, **({"pos_ids": a, "table": b} if from_pos else {"cos": a, "sin": b}))
+    _rotate(q, k, a, b, True, from_pos, impl, False)
+
+
+def call(q, k, a, b, inplace, from_pos, impl):
+    """What a traced call becomes: (q, k)."""
+    if not inplace:
+        return rotary_qk(q, k, a, b, from_pos, impl, False)
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):  # an op that writes has no backward
+        y_q, y_k = rotary_qk(q, k, a, b, from_pos, impl, False)
+        return q.copy_(y_q), k.copy_(y_k)
+    rotary_qk_(q, k, a, b, from_pos, impl)
+    return q, k
