@@ -1,16 +1,25 @@
 """How the kernel is launched: layouts, the width of its accesses, and launches that were prepared."""
 
+import copy
 import os
 import subprocess
 import sys
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
 import torch
-from test_rotary import DEVICE, GPU, close, randn, tables
+from test_rotary import close, randn, tables
 
-from vitkit import Geometry, apply_rotary_qk, apply_rotary_qk_from_pos, apply_rotary_qkv_, rotary_table
-from vitkit.rotary import checks, prepared, triton_kernels
+from vitkit import (
+    Geometry,
+    apply_rotary_qk,
+    apply_rotary_qk_from_pos,
+    apply_rotary_qkv_,
+    apply_rotary_qkv_from_pos_,
+    rotary_table,
+)
+from vitkit.rotary import prepared, triton_kernels
 from vitkit.rotary.triton_kernels import Layout, layout_for
 
 LAYOUTS = [
@@ -40,22 +49,18 @@ def test_a_layout_without_room_is_refused():
     for layout in (
         Layout(False, 1, 30, 6, 4),
         Layout(True, 1, 30, 3, 4),
-    ):  # 10 chunks of 16 bytes a head; 3 and 2 heads
-        with pytest.raises(ValueError, match="layout=.*10 chunks a head"):
+    ):  # 10 chunks a head; 3, 2 heads
+        with pytest.raises(ValueError, match="layout=.*heads of 10 chunks"):
             triton_kernels.rotary_qk(q, k if layout.heads == 6 else k[:, :2], cos, sin, layout=layout)
 
 
-@pytest.mark.parametrize("half", range(1, 140))
 @pytest.mark.parametrize("itemsize", [2, 4])
-def test_a_group_holds_whole_heads(half, itemsize):
-    vec = min(half & -half, 16 // itemsize)
-    for inplace in (False, True):
-        for table in (0, 2, 4):
-            for equal in (False, True):
-                layout = layout_for(half, vec, itemsize, equal, inplace, table)
-                slots = [r * layout.lanes + lane for r in range(layout.rows) for lane in range(layout.lanes)]
-                assert set(range(layout.heads * (half // vec))) <= set(slots) and layout.lanes <= 32
-                assert layout.rows & (layout.rows - 1) == 0 and (equal or not layout.pair)
+def test_a_group_holds_whole_heads(itemsize):
+    for half, inplace, table, equal in product(range(1, 140), (False, True), (0, 2, 4), (False, True)):
+        vec = min(half & -half, 16 // itemsize)
+        layout = layout_for(half, vec, itemsize, equal, inplace, table)
+        assert 1 <= layout.heads * (half // vec) <= layout.rows * layout.lanes and layout.lanes <= 32
+        assert layout.rows & (layout.rows - 1) == 0 and (equal or not layout.pair)
 
 
 def test_no_lane_idles_for_being_padded_to_a_power_of_two():
@@ -167,6 +172,28 @@ def test_a_plan_refuses_what_it_was_not_prepared_for(recorded):
     assert len(launches) == 2
 
 
+def test_a_plan_for_qkv_takes_its_views_from_it(recorded, monkeypatch):
+    make, launches = recorded
+    monkeypatch.setattr(prepared, "_plans", {})
+    qkv, cos, sin = aligned(8, 3, 2, 80), aligned(8, 40), aligned(8, 40)
+    plan = copy.copy(make(qkv[:, 0], qkv[:, 1], cos, sin, inplace=True))
+    plan.packed = True
+    assert plan(qkv, qkv, cos, sin)[0] is qkv
+    pointers = [x.data_ptr() for x in (qkv[:, 0], qkv[:, 1], qkv[:, 0], qkv[:, 1])]
+    assert list(launches[0][9:13]) == pointers
+    assert plan(qkv, qkv, qkv.view(-1)[400:720].view(8, 40), sin) is None  # a table within k
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_plan_in_place_writes_inference_tensors_in_inference_mode_alone(inside, recorded):
+    make, launches = recorded
+    with torch.inference_mode():
+        qkv, cos, sin = aligned(8, 3, 2, 80), aligned(8, 40), aligned(8, 40)
+    with torch.inference_mode(inside):
+        out = make(qkv[:, 0], qkv[:, 1], cos, sin, inplace=True)(qkv[:, 0], qkv[:, 1], cos, sin)
+    assert (out is not None) == inside == bool(launches)
+
+
 def test_a_plan_in_place_tells_autograd(recorded):
     make, _ = recorded
     qkv, cos, sin = aligned(8, 3, 2, 80), aligned(8, 40), aligned(8, 40)
@@ -177,10 +204,10 @@ def test_a_plan_in_place_tells_autograd(recorded):
 
 
 def test_the_oldest_plan_goes(monkeypatch):
-    monkeypatch.setattr(prepared, "_plans", {i: None for i in range(prepared.MAX_PLANS)})
-    while len(prepared._plans) >= prepared.MAX_PLANS:
-        prepared._plans.pop(next(iter(prepared._plans)), None)
-    assert 0 not in prepared._plans
+    monkeypatch.setattr(prepared, "_plans", {})
+    for i in range(prepared.MAX_PLANS + 3):
+        prepared._keep(i, None)
+    assert list(prepared._plans) == list(range(3, prepared.MAX_PLANS + 3))
 
 
 @pytest.fixture
@@ -202,16 +229,17 @@ def test_the_second_call_is_prepared_and_gives_the_same_bits(D, dtype, spied):
     pos = torch.randint(0, 64, (324, 2), device="cuda", dtype=torch.int32)
     for call in (
         lambda x: apply_rotary_qk(x[:, 0], x[:, 1], cos, sin),
-        lambda x: apply_rotary_qk(x[:, 0], x[:, 1], cos, sin, inplace=True),
         lambda x: apply_rotary_qk_from_pos(x[:, 0], x[:, 1], pos, table, max_position=63),
         lambda x: apply_rotary_qkv_(x, cos, sin)[:, :2].unbind(1),
+        lambda x: apply_rotary_qkv_from_pos_(x, pos, table, max_position=63)[:, :2].unbind(1),
+        lambda x: apply_rotary_qk(x[:, 0], x[:, 1], cos, sin, inplace=True),
     ):
         xs = [randn(324, 3, geometry.num_heads, D, dtype=dtype) for _ in range(4)]
         before = [x.clone() for x in xs]
+        prepared._plans.clear()
         spied.clear()
         outs = [[y.clone() for y in call(x)] for x in xs]
-        assert len(spied) == 0 or len(spied) == 1
-        prepared._plans.clear()
+        assert len(spied) == 1
         for out, x in zip(outs, before):
             prepared._plans.clear()
             assert all(map(torch.equal, out, call(x)))  # ordinary
@@ -266,7 +294,3 @@ def test_a_prepared_call_on_a_gpu_that_is_not_current():
     for _ in range(3):
         close(apply_rotary_qk(q, q.clone(), cos, sin)[0], q, cos, sin, "triton")
     assert torch.cuda.current_device() == 0
-
-
-def test_where_the_kernels_run():
-    assert checks.interpreted() != GPU and DEVICE in ("cpu", "cuda")

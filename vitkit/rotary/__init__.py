@@ -100,7 +100,7 @@ def apply_rotary_qkv_from_pos_(qkv, pos_ids, table, *, max_position=None, impl="
 def _call(q, k, a, b, inplace, from_pos, impl, max_position=None):
     """Checks and rotates; a, b are cos and sin, or pos_ids and table."""
     tracing = torch.compiler.is_compiling()
-    if impl in ("auto", "triton") and not tracing:
+    if not tracing and impl in ("auto", "triton") and (inplace is True or inplace is False):
         out = prepared.rotate(q, k, a, b, inplace, from_pos, max_position)
         if out is not None:
             return out
@@ -115,9 +115,14 @@ def _call(q, k, a, b, inplace, from_pos, impl, max_position=None):
 
 def _call_packed(qkv, a, b, from_pos, impl, max_position=None):
     """As `_call`, in place on the q and k of a packed qkv; autograd sees one function that writes qkv."""
+    tracing = torch.compiler.is_compiling()
+    if not tracing and impl in ("auto", "triton") and prepared.rotate_packed(qkv, a, b, from_pos, max_position):
+        return qkv
     checks.check_packed(qkv)
-    if not (torch.is_grad_enabled() and qkv.requires_grad) or qkv.is_leaf or torch.compiler.is_compiling():
+    if tracing or not (torch.is_grad_enabled() and qkv.requires_grad):
         _call(qkv[:, 0], qkv[:, 1], a, b, True, from_pos, impl, max_position)
+        if not tracing:
+            prepared.prepare_packed(qkv, a, b, from_pos)
         return qkv
     q, k = qkv.detach()[:, 0], qkv.detach()[:, 1]
     if from_pos:

@@ -6,6 +6,8 @@ other), the current device, and whether anything records or traces. A call that 
 Triton's launch hooks, which its own profiler uses, see the ordinary launches alone.
 """
 
+import copy
+
 import torch
 
 from . import checks
@@ -13,6 +15,7 @@ from . import checks
 MAX_PLANS = 256  # then the oldest goes; a plan is a few kB on the host
 TRITON = ("3.6.", "3.7.")  # whose launchers take these arguments; another version always launches the ordinary way
 
+PACKED = "packed"  # instead of True for in place
 _plans = {}
 
 
@@ -28,7 +31,14 @@ def rotate(q, k, a, b, inplace, from_pos, max_position=None):
     plan = _plans.get(_key(q, k, a, b, inplace, from_pos))
     if plan is None or not (max_position is None or (type(max_position) is int and 0 <= max_position < b.shape[1])):
         return None
+    if q.is_neg() or k.is_neg() or a.is_neg() or b.is_neg():  # memory holds the negative
+        return None
     return plan(q, k, a, b)
+
+
+def rotate_packed(qkv, a, b, from_pos, max_position=None):
+    """Whether the q and k of a packed (S, 3, H, D) have been rotated in place by a prepared launch."""
+    return rotate(qkv, qkv, a, b, PACKED, from_pos, max_position) is not None
 
 
 def prepare(q, k, yq, yk, a, b, inplace, from_pos, launched):
@@ -39,9 +49,24 @@ def prepare(q, k, yq, yk, a, b, inplace, from_pos, launched):
     plain = q.is_cuda and all(type(x) is torch.Tensor for x in (q, k, a, b))
     if launched is None or not plain or any(p % 16 for p in addresses) or not triton.__version__.startswith(TRITON):
         return
+    _keep(_key(q, k, a, b, inplace, from_pos), _Plan(q, k, a, b, inplace, from_pos, launched))
+
+
+def prepare_packed(qkv, a, b, from_pos):
+    """Lets the plan that a call in place on qkv[:, 0] and qkv[:, 1] has left serve qkv without these views."""
+    if not (type(qkv) is torch.Tensor and qkv.is_cuda):
+        return
+    plan = _plans.get(_key(qkv[:, 0], qkv[:, 1], a, b, True, from_pos))
+    if plan:
+        plan = copy.copy(plan)
+        plan.packed = True
+        _keep(_key(qkv, qkv, a, b, PACKED, from_pos), plan)
+
+
+def _keep(key, plan):
     while len(_plans) >= MAX_PLANS:
         _plans.pop(next(iter(_plans)), None)
-    _plans[_key(q, k, a, b, inplace, from_pos)] = _Plan(q, k, a, b, inplace, from_pos, launched)
+    _plans[key] = plan
 
 
 def _key(q, k, a, b, inplace, from_pos):
@@ -57,7 +82,7 @@ class _Plan:
         self.run, self.function, self.metadata = compiled.run, compiled.function, compiled.packed_metadata
         self.index = q.device.index
         self.current_device, self.current_stream = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
-        self.inplace, self.apart = inplace, k.data_ptr() - q.data_ptr()
+        self.inplace, self.apart, self.packed = inplace, k.data_ptr() - q.data_ptr(), False
         self.table = b.stride(0) * b.element_size() if from_pos else None  # bytes from the cosines to the sines
         spans = [checks.extent(x) * x.element_size() for x in (q, k, a, b)]
         # In place the tables must lie outside of what q and k cover together, of which q's address is one corner.
@@ -65,17 +90,22 @@ class _Plan:
         self.a_span, self.b_span = spans[2], spans[3]
 
     def __call__(self, q, k, a, b):
-        p_q, p_k, p_a, p_b = q.data_ptr(), k.data_ptr(), a.data_ptr(), b.data_ptr()
-        if (p_q | p_k | p_a | p_b) & 15 or self.current_device() != self.index:
+        p_q, p_a, p_b = q.data_ptr(), a.data_ptr(), b.data_ptr()
+        p_k = p_q + self.apart if self.packed else k.data_ptr()
+        if (p_q | p_k | p_a | p_b) & 15 or not (p_q and p_k and p_a and p_b) or self.current_device() != self.index:
             return None
         if self.inplace:
-            if p_k - p_q != self.apart or q.is_inference() or k.is_inference():
+            if p_k - p_q != self.apart:
+                return None
+            counted = [x for x in (q, k) if not x.is_inference()]
+            if len(counted) < 2 and not torch.is_inference_mode_enabled():
                 return None
             low, high = p_q + self.low, p_q + self.high
             if (p_a < high and low < p_a + self.a_span) or (p_b < high and low < p_b + self.b_span):
                 return None
             y_q, y_k, p_yq, p_yk = q, k, p_q, p_k
-            torch.autograd.graph.increment_version((q, k))
+            if counted:
+                torch.autograd.graph.increment_version(counted)
         else:
             y_q = torch.empty_like(q, memory_format=torch.contiguous_format)  # half the time of torch.empty(shape, ...)
             y_k = torch.empty_like(k, memory_format=torch.contiguous_format)

@@ -242,9 +242,8 @@ def launch(q, k, yq, yk, cos, sin, pos=None, *, inplace, backward, layout=None):
     if layout is None:
         layout = layout_for(D // 2, vec, q.element_size(), HQ == HK, inplace, 0 if from_pos else cos.element_size())
     if layout.heads * (D // 2 // vec) > layout.rows * layout.lanes or (layout.pair and HQ != HK):
-        raise ValueError(
-            f"layout={layout}: room for {D // 2 // vec} chunks a head, and as many heads to pair, is allowed"
-        )
+        allowed = f"room for its heads of {D // 2 // vec} chunks and, to pair, as many heads in q as in k"
+        raise ValueError(f"layout={layout}: {allowed} is allowed")
     programs = triton.cdiv(B * S * (HQ if layout.pair else HQ + HK), layout.warps * layout.heads)
     sizes = (S, B * S, n_positions, *q_s, *k_s, cos.stride(0), sin.stride(0), *pos_s)
     constants = (HQ, HK, D // 2, vec, table_vec, B > 1, from_pos, inplace, backward, *layout)
