@@ -90,6 +90,21 @@ def test_rotary_refuses(argv, said, capsys):
     assert err.startswith("vitkit rotary: ") and said in err and err.count("\n") == 1
 
 
+def test_rotary_tells_every_default(capsys):
+    assert status(["rotary", "--help"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "(default: 10 on a GPU, else 2)" in out and "(default: 1000 on a GPU, else 20)" in out
+    assert out.count("(default: ") == 8 and "None" not in out and "SUPPRESS" not in out
+
+
+@pytest.mark.parametrize("argv, counts", [([], (2, 20)), (["--warmup-iter", "0", "--benchmark-iter", "7"], (0, 7))])
+def test_rotary_counts_iterations(monkeypatch, argv, counts):
+    configs = []
+    monkeypatch.setattr("vitkit.lab.rotary_bench.run", lambda config: configs.append(config) or 0)
+    assert main(["rotary", "--device", "cpu", *argv]) == 0
+    assert (configs[0].warmup_iter, configs[0].benchmark_iter) == counts
+
+
 SMALL = ["--batch-size", "2", "--seq-len", "33", "--num-heads", "3", "--warmup-iter", "1", "--benchmark-iter", "3"]
 
 

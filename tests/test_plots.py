@@ -72,7 +72,8 @@ def test_colours_and_markers_are_fixed_per_implementation():
     for ax in (whole, part):
         assert drawn(ax, "numba").get_color() == plots.STYLES["numba"][0]
     assert len(set(plots.STYLES.values())) == len(plots.STYLES)
-    assert len({color for color, _ in plots.STYLES.values()}) == len({m for _, m in plots.STYLES.values()}) == 12
+    for part in zip(*plots.STYLES.values()):  # colours, markers
+        assert len(set(part)) == len(plots.STYLES)
 
 
 @pytest.mark.parametrize("red", [False, "False", None, float("nan")])
@@ -143,6 +144,39 @@ def test_speedup_names_its_baseline_and_labels_bars():
     assert f"{9730 / 658:.2f}×" in [text.get_text() for text in ax.texts]
     with pytest.raises(ValueError, match="baseline='absent'.*numba"):
         plots.speedup(frame(), "absent")
+
+
+def test_shares_are_grouped_by_head_size_and_labelled():
+    df = pd.DataFrame(
+        [dict(D=d, impl=i, share=s) for d, i, s in ((72, "triton", 0.9), (80, "triton", 0.95), (80, "mine", 1.02))]
+    )
+    fig = plots.shares(df, title="a title")
+    (ax,) = fig.axes
+    assert [bars.get_label() for bars in ax.containers] == ["triton", "mine"]
+    assert [[bar.get_height() for bar in bars] for bars in ax.containers] == [[0.9, 0.95], [1.02]]
+    assert [t.get_text() for t in ax.get_xticklabels()] == ["72", "80"] and ax.get_ylim()[1] > 1.02
+    said = [text.get_text() for text in texts(fig)]
+    assert {"0.90", "0.95", "1.02", "copy (limit)", "a title"} <= set(said)
+    assert min(text.get_fontsize() for text in texts(fig)) >= 9
+    with pytest.raises(ValueError, match="no row"):
+        plots.shares(df.iloc[:0])
+    with pytest.raises(ValueError, match="more than one row"):
+        plots.shares(pd.concat([df, df]))
+
+
+def test_accuracy_draws_a_marker_for_every_implementation():
+    df = pd.DataFrame([dict(dtype="float32", D=d, impl=i, share=0.5) for d in (64, 80) for i in plots.STYLES])
+    (ax,) = plots.accuracy(df).axes
+    assert labelled(ax) == sorted([*plots.STYLES, "allowed"])
+    for impl in plots.STYLES:
+        line = drawn(ax, impl)
+        assert line.get_linestyle() == "None" and line.get_marker() == plots.STYLES[impl][1]
+        assert list(line.get_ydata()) == [0.5, 0.5] and max(abs(line.get_xdata() - [0, 1])) < 0.5
+
+
+def test_the_section_of_a_row_is_not_in_the_title():
+    df = frame(params=json.dumps({"H": 16, "section": "limit"}))
+    assert "H=16" in plots.latency(df).get_suptitle() and "limit" not in plots.latency(df).get_suptitle()
 
 
 @pytest.mark.parametrize("geometry", [Geometry(), Geometry.qwen2_vl()])

@@ -1,3 +1,5 @@
+import json
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -100,3 +102,45 @@ def test_markdown():
     ]
     named = pd.DataFrame({"x": [1]}, index=pd.Index(["r"], name="row"))
     assert tables.markdown(named).splitlines()[0] == "| row | x |"
+
+
+def shape(D, **more):
+    return json.dumps({"D": D, "threads": 1, **more})
+
+
+def test_pick_looks_at_columns_and_params():
+    rows = [
+        row("a", "x", 1.0, params=shape(80)),
+        row("a", "x", 2.0, params=shape(72), clock="host"),
+        row("a", "x", 3.0, params=shape(80), direction="bwd"),
+        row("a", "x", 4.0, params=shape(80, section="limit")),
+    ]
+    df = pd.DataFrame(rows)
+    assert tables.pick(df).median_us.tolist() == [1, 2] and tables.pick(df, D=80).median_us.tolist() == [1]
+    assert tables.pick(df, direction=None).median_us.tolist() == [1, 2, 3]
+    assert tables.pick(df, section="limit").median_us.tolist() == [4]
+    assert tables.pick(df, clock="host", D=72).median_us.tolist() == [2] and tables.pick(df, D=64).empty
+    assert tables.pick(df.iloc[:0], section="limit", clock="host").empty
+
+
+def test_shares_are_of_the_copy_of_the_same_case():
+    rows = []
+    for D, copy in ((72, 400.0), (80, 500.0)):
+        params = shape(D, section="limit")
+        rows.append(row("a", "copy", 1.0, gbps=copy, params=params, n_tokens=64))
+        rows.append(row("a", "triton", 1.0, gbps=300.0, params=params, n_tokens=64))
+        rows.append(row("a", "wrong", 1.0, gbps=300.0, params=params, n_tokens=64, correct=False))
+        rows.append(row("a", "empty_launch", 1.0, gbps=float("nan"), params=params, n_tokens=64))
+        rows.append(row("b", "triton", 1.0, gbps=300.0, params=params, n_tokens=64))  # without a copy
+    out = tables.with_shares(pd.DataFrame(rows))
+    assert out[["D", "impl", "share"]].values.tolist() == [[72, "triton", 0.75], [80, "triton", 0.6]]
+    table = tables.share_table(pd.DataFrame(rows))
+    assert list(table.columns) == ["D", "patches", "triton"] and table.triton.tolist() == [0.75, 0.6]
+    assert tables.with_shares(pd.DataFrame(rows).iloc[:0]).empty
+
+
+def test_the_overview_keeps_head_sizes_and_threads_apart():
+    rows = [row("a", "x", float(D), params=shape(D), n_tokens=4, n_images=1) for D in (72, 80)]
+    rows.append(row("a", "x", 5.0, params=json.dumps({"D": 80, "threads": 2}), n_tokens=4, n_images=1))
+    out = tables.overview(pd.DataFrame(rows), "x")
+    assert list(out.columns[:3]) == ["D", "threads", "patches"] and out["x µs"].tolist() == [72, 80, 5]

@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from vitkit.lab import graphs, timing
+from vitkit.lab import graphs, limits, timing
 from vitkit.lab.graphs import input_sets
 from vitkit.lab.limits import CopyLimit, EmptyLaunch
 from vitkit.lab.timing import Case, measure
@@ -132,6 +132,19 @@ def test_copy_limit_copies_its_own_buffers_in_turn_and_checks_itself():
         CopyLimit(0, 1, "cpu")
     with pytest.raises(ValueError, match="only a GPU"):
         EmptyLaunch("cpu")
+
+
+def test_a_large_copy_on_a_gpu_is_an_elementwise_kernel(monkeypatch):
+    randint = torch.randint
+    monkeypatch.setattr(torch, "randint", lambda *args, device, **options: randint(*args, **options))
+    monkeypatch.setattr(limits, "DRIVER_COPY_BYTES", 96)
+    for n_bytes, inverted in ((88, False), (96, True)):
+        copy = CopyLimit(n_bytes, 2, "cuda", parts=2)  # one part all the same
+        (copied,) = copy()
+        assert copy.bytes == n_bytes and copied.numel() * 4 == n_bytes // 2 and copy.inverted == inverted
+        assert torch.equal(copied, ~copy.sources[0][0] if inverted else copy.sources[0][0])
+        assert copy.check([copied]) and not copy.check([copied + 1])
+    assert not CopyLimit(10_000, 1, "cpu").inverted
 
 
 def test_sets_of_inputs_exceed_the_cache_within_bounds(monkeypatch):

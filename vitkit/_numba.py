@@ -16,6 +16,7 @@ def jit(function):
 
 if hasattr(os, "register_at_fork"):
     # A fork waits while another thread compiles: the child would inherit numba's lock as held, and wait for ever.
+    # It waits for this lock alone: with a second one, a thread that holds it and begins to compile would lock up both.
     os.register_at_fork(
         before=global_compiler_lock.acquire,
         after_in_parent=global_compiler_lock.release,

@@ -75,8 +75,14 @@ def rotary(argv: list[str]) -> int:
     parser.add_argument("--head-size", type=even, default=80, help="D")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="bfloat16", help="of q and k")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:<n>")
-    parser.add_argument("--warmup-iter", type=count, help="iterations before the timed ones; 10 on a GPU, else 2")
-    parser.add_argument("--benchmark-iter", type=positive, help="timed iterations; 1000 on a GPU, else 20")
+    parser.add_argument(
+        "--warmup-iter", type=count, default=argparse.SUPPRESS,
+        help="iterations before the timed ones (default: 10 on a GPU, else 2)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--benchmark-iter", type=positive, default=argparse.SUPPRESS,
+        help="timed iterations (default: 1000 on a GPU, else 20)",
+    )  # fmt: skip
     args = parser.parse_args(argv)
     try:
         from vitkit.lab import rotary_bench
@@ -84,9 +90,8 @@ def rotary(argv: list[str]) -> int:
 
         device = resolve_device(args.device)
         warmup, timed = (10, 1000) if device.type == "cuda" else (2, 20)  # the CPU takes seconds an iteration
-        args.warmup_iter = warmup if args.warmup_iter is None else args.warmup_iter
-        args.benchmark_iter = timed if args.benchmark_iter is None else args.benchmark_iter
-        return rotary_bench.run(SimpleNamespace(**{**vars(args), "device": device}))
+        defaults = {"warmup_iter": warmup, "benchmark_iter": timed}
+        return rotary_bench.run(SimpleNamespace(**{**defaults, **vars(args), "device": device}))
     except ValueError as error:
         return refuse("vitkit rotary", error)
     except ModuleNotFoundError as error:

@@ -4,7 +4,7 @@ import pandas as pd
 
 from vitkit.lab.peers import PEERS
 
-LIMITS = ("copy", "empty_launch", "matmul")  # what the machine allows, not a way to do it
+LIMITS = ("copy", "empty_launch", "in_place_negate", "matmul")  # what the machine allows, not a way to do it
 BASELINES = ("transformers", "reference")  # the first one that was measured
 COLUMNS = ("op", "case", "tokens", "dtype", "clock", "best", "median", "speedup over")
 

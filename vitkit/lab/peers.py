@@ -14,13 +14,19 @@ from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
+import torch._functorch.config
 
 # Implementations that are not ours: one of them that fails or is wrong is reported and fails no run.
 PEERS = ("transformers", "torch_compile", "flash_attn_2x", "flash_attn_cat", "liger")
 
 
 class RotaryInputs(NamedTuple):
-    """q, k (B, S, H, D) or (S, H, D); cos, sin float32 (S, D/2); the same doubled (S, D); and in the dtype of q."""
+    """What the ways to rotate take.
+
+    q, k (B, S, H, D) or (S, H, D); cos, sin float32 (S, D/2); the same doubled (S, D); and in the dtype of q.
+    qkv (S, 3, H, D): the packed tensor whose parts q and k are, or None. pos_ids (S, 2) and table (2, P, D/4), or
+    None. grad_q, grad_k: the gradients of the rotated q and k, or None.
+    """
 
     q: torch.Tensor
     k: torch.Tensor
@@ -30,32 +36,71 @@ class RotaryInputs(NamedTuple):
     sin_doubled: torch.Tensor
     cos_low: torch.Tensor
     sin_low: torch.Tensor
+    qkv: torch.Tensor | None = None
+    pos_ids: torch.Tensor | None = None
+    table: torch.Tensor | None = None
+    grad_q: torch.Tensor | None = None
+    grad_k: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, q, k, cos, sin):
+    def of(cls, q, k, cos, sin, **more):
         doubled = (torch.cat([x, x], dim=-1) for x in (cos, sin))
-        return cls(q, k, cos, sin, *doubled, cos.to(q.dtype), sin.to(q.dtype))
+        return cls(q, k, cos, sin, *doubled, cos.to(q.dtype), sin.to(q.dtype), **more)
+
+    def fresh(self):
+        """A copy that shares no memory with this; q and k are parts of its own qkv where they are of this one's."""
+        copy = RotaryInputs(*(x if x is None else x.clone() for x in self))
+        return copy if self.qkv is None else copy._replace(q=copy.qkv[:, 0], k=copy.qkv[:, 1])
 
 
-def rotary_peers(device, batched=False) -> dict:
-    """{name: callable(RotaryInputs) -> (q, k)} of the peers that are installed and serve tensors on `device`."""
+class Backward:
+    """The gradients of q and k through autograd: callable(RotaryInputs) -> (dq, dk), from `grad_q` and `grad_k`.
+
+    forward: callable(RotaryInputs) -> (q, k). It runs when inputs are first met on a stream, and its graph is kept for
+    the later calls: autograd runs a backward on the stream of its forward, and the clock `kernel` captures on a stream
+    of its own, after a first call there. What is kept goes with this object.
+    """
+
+    def __init__(self, forward):
+        self.forward, self.graphs = forward, {}
+
+    def __call__(self, r):
+        key = id(r), torch.cuda.current_stream(r.q.device).cuda_stream if r.q.is_cuda else 0
+        if key not in self.graphs:
+            q, k = (x.detach().requires_grad_() for x in (r.q, r.k))
+            # torch.compile would otherwise write into what it saved for the backward, which then serves once only
+            with torch._functorch.config.patch(donated_buffer=False):
+                self.graphs[key] = r, (q, k), self.forward(r._replace(q=q, k=k))  # r is kept, and with it its id
+        _, leaves, outputs = self.graphs[key]
+        return torch.autograd.grad(outputs, leaves, (r.grad_q, r.grad_k), retain_graph=True)
+
+
+def rotary_peers(device, batched=False, compiled=True, backward=False) -> dict:
+    """{name: callable(RotaryInputs) -> (q, k)} of the peers that are installed and serve tensors on `device`.
+
+    compiled: with torch_compile, which takes seconds for each shape. backward: their backwards -> (dq, dk) instead.
+    """
     peers, device = {}, torch.device(device)
     theirs = _imported("transformers.models.qwen2_5_vl.modeling_qwen2_5_vl", "apply_rotary_pos_emb_vision")
     if theirs:
         peers["transformers"] = lambda r: theirs(r.q, r.k, r.cos_doubled, r.sin_doubled)
-        if device.type == "cuda" or shutil.which("g++") or shutil.which("clang++"):  # it compiles C++ for the CPU
+        # On the CPU it compiles C++.
+        if compiled and (device.type == "cuda" or shutil.which("g++") or shutil.which("clang++")):
             torch._dynamo.reset()  # else it would keep to eager after eight shapes
-            compiled = torch.compile(theirs, dynamic=False)
-            peers["torch_compile"] = lambda r: compiled(r.q, r.k, r.cos_doubled, r.sin_doubled)
-    if device.type != "cuda":
-        return peers
-    flash = _flash_attn_rotary()
-    if flash:
+            fast = torch.compile(theirs, dynamic=False)
+            peers["torch_compile"] = lambda r: fast(r.q, r.k, r.cos_doubled, r.sin_doubled)
+    if device.type == "cuda":
+        liger = _imported("liger_kernel.transformers.rope", "liger_rotary_pos_emb_vision")
+        if liger and not batched:  # it takes (S, H, D) alone
+            peers["liger"] = lambda r: liger(r.q, r.k, r.cos_doubled, r.sin_doubled)
+    if backward:
+        peers = {name: Backward(call) for name, call in peers.items()}
+    flash = _flash_attn_rotary() if device.type == "cuda" else None
+    if flash and backward:  # its backward is the same kernel
+        peers["flash_attn_2x"] = lambda r: tuple(_flash(flash, x, r, conjugate=True) for x in (r.grad_q, r.grad_k))
+    elif flash:
         peers["flash_attn_2x"] = lambda r: tuple(_flash(flash, x, r) for x in (r.q, r.k))
         peers["flash_attn_cat"] = lambda r: _flash_cat(flash, r)
-    liger = _imported("liger_kernel.transformers.rope", "liger_rotary_pos_emb_vision")
-    if liger and not batched:  # it takes (S, H, D) alone
-        peers["liger"] = lambda r: liger(r.q, r.k, r.cos_doubled, r.sin_doubled)
     return peers
 
 
@@ -79,9 +124,9 @@ def _flash_attn_rotary():
     return _imported("flash_attn.ops.triton.rotary", "apply_rotary")
 
 
-def _flash(apply, x, r):
+def _flash(apply, x, r, **options):
     """Its kernel takes (B, S, H, D), and tables in the dtype of x, as its users pass them."""
-    return apply(x if x.dim() == 4 else x.unsqueeze(0), r.cos_low, r.sin_low).view(x.shape)
+    return apply(x if x.dim() == 4 else x.unsqueeze(0), r.cos_low, r.sin_low, **options).view(x.shape)
 
 
 def _flash_cat(apply, r):

@@ -10,44 +10,13 @@ import textwrap
 import pandas as pd
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from .figure import WIDTH, Figure
+from .figure import Figure
 from .partition import window_partition
+from .shares import accuracy, shares
+from .styles import GREY, GRID, LIMITS, STYLES, X_LABELS, marker_size, new_figure, style
 from .tables import is_correct
 
-__all__ = ["accuracy", "bandwidth", "latency", "speedup", "window_partition"]
-
-# Okabe and Ito's colours, then Tol's muted ones, which remain apart for colour-blind readers.
-STYLES = {
-    "reference": ("#000000", "o"),
-    "transformers": ("#D55E00", "s"),
-    "eager": ("#E69F00", "^"),
-    "torch": ("#56B4E9", "D"),
-    "torch_compile": ("#CC79A7", "v"),
-    "numba": ("#009E73", "P"),
-    "triton": ("#0072B2", "*"),
-    "triton_separate": ("#332288", "X"),
-    "flash_attn_2x": ("#882255", "<"),
-    "flash_attn_cat": ("#AA4499", ">"),
-    "liger": ("#999933", "h"),
-    "size_cache": ("#661100", "d"),
-}
-OTHERS = [("#6E6E6E", "p"), ("#9A9A9A", "H"), ("#4A4A4A", "8")]
-LIMITS = {"copy": "--", "empty_launch": ":"}
-X_LABELS = {"n_tokens": "tokens", "n_images": "images in the batch", "bytes": "bytes"}
-SIZES = {"*": 10, "P": 8, "X": 7.5}  # of markers, in points; 6 for the others
-GREY, GRID = "#555555", "#E4E4E4"
-
-
-def _figure(height):
-    fig = Figure(figsize=(WIDTH, height), layout="constrained", facecolor="white")
-    ax = fig.subplots()
-    ax.spines[["top", "right"]].set_visible(False)
-    ax.set_axisbelow(True)
-    return fig, ax
-
-
-def _style(impl, others):
-    return STYLES.get(impl) or OTHERS[others.index(impl) % len(OTHERS)]
+__all__ = ["STYLES", "accuracy", "bandwidth", "latency", "shares", "speedup", "window_partition"]
 
 
 def _rows(df, what, limits=(), column="median_us", one=("op", "direction", "dtype", "device", "clock")):
@@ -91,7 +60,7 @@ def _titles(fig, rows, title, what, note):
         return values[0] if len(values) == 1 and values[0] else ""
 
     params = [_params(value) for value in rows["params"]] if "params" in rows else [{}]
-    shape = ", ".join(f"{k}={v}" for k, v in params[0].items() if all(p.get(k) == v for p in params))
+    shape = ", ".join(f"{k}={v}" for k, v in params[0].items() if k != "section" and all(p.get(k) == v for p in params))
     parts = [common("op"), {"bwd": "backward"}.get(common("direction"), ""), common("dtype"), shape, common("device")]
     n = pd.to_numeric(rows.get("n", pd.Series(dtype=float)), errors="coerce").dropna()
     count = "" if n.empty else f"n={n.min():.0f}" + (f"–{n.max():.0f}" if n.max() > n.min() else "")
@@ -141,14 +110,14 @@ def _lines(ax, rows, x, y, band, limits):
         group = group.sort_values([x, y])
         ends[impl] = group[y].iloc[-1]
         if impl in limits:
-            style = dict(color="#808080", ls=LIMITS.get(impl, "-."), lw=1.6, zorder=1, label=f"{impl} (limit)")
+            line = dict(color="#808080", ls=LIMITS.get(impl, "-."), lw=1.6, zorder=1, label=f"{impl} (limit)")
             if group[x].nunique() == 1:
-                ax.axhline(group[y].median(), **style)
+                ax.axhline(group[y].median(), **line)
             else:
-                ax.plot(group[x], group[y], **style)
+                ax.plot(group[x], group[y], **line)
             continue
-        color, marker = _style(impl, others)
-        ax.plot(group[x], group[y], color=color, marker=marker, ms=SIZES.get(marker, 6), mec="white", mew=0.5, lw=1.6,
+        color, marker = style(impl, others)
+        ax.plot(group[x], group[y], color=color, marker=marker, ms=marker_size(marker), mec="white", mew=0.5, lw=1.6,
                 label=impl, zorder=3)  # fmt: skip
         if band and {"p20_us", "p80_us"} <= set(group):
             ax.fill_between(group[x], group["p20_us"], group["p80_us"], color=color, alpha=0.2, lw=0, zorder=2)
@@ -165,7 +134,7 @@ def latency(df, *, x="n_tokens", title=None, limits=("copy", "empty_launch"), xl
     df: rows of one op, direction, dtype, device and clock. `limits` are implementations to draw as dashed grey lines.
     """
     rows = _rows(df, "latency", limits)
-    fig, ax = _figure(4.6)
+    fig, ax = new_figure(4.6)
     _lines(ax, rows, x, "median_us", True, limits)
     _log_x(ax, rows[x])
     _log_y(ax, rows["median_us"])
@@ -191,7 +160,7 @@ def bandwidth(df, *, x="n_tokens", title=None, share=None, limits=("copy",), xla
     share = covered if share is None else share
     rows["reached"] = rows["gbps"] / rows[x].map(copy) if share else rows["gbps"]
     rows = rows[rows["reached"].notna()]
-    fig, ax = _figure(4.2)
+    fig, ax = new_figure(4.2)
     _lines(ax, rows, x, "reached", False, limits)
     _log_x(ax, rows[x])
     ax.set_ylim(0, rows["reached"].max() * 1.12)
@@ -223,12 +192,12 @@ def speedup(df, baseline: str, *, title=None, limits=("copy", "empty_launch")) -
     others = [i for i in impls if i not in STYLES]
     cases = list(dict.fromkeys(rows["case"]))
     step = 0.84 / len(impls)
-    fig, ax = _figure(1.5 + len(cases) * max(0.5, 0.21 * len(impls) + 0.12))
+    fig, ax = new_figure(1.5 + len(cases) * max(0.5, 0.21 * len(impls) + 0.12))
     for i, impl in enumerate(impls):
         group = rows[rows["impl"] == impl]
         at = [cases.index(case) - 0.42 + step * (i + 0.5) for case in group["case"]]
         # From 1 outwards on a logarithmic axis: twice as slow is as long as twice as fast.
-        ax.barh(at, group["speedup"] - 1, left=1, height=step * 0.9, color=_style(impl, others)[0], label=impl)
+        ax.barh(at, group["speedup"] - 1, left=1, height=step * 0.9, color=style(impl, others)[0], label=impl)
         for y, value in zip(at, group["speedup"]):
             ax.annotate(
                 f"{value:.2f}×", (max(value, 1), y), (3, 0), textcoords="offset points", va="center", fontsize=9
@@ -254,42 +223,3 @@ def speedup(df, baseline: str, *, title=None, limits=("copy", "empty_launch")) -
 
 def _us(value):
     return f"{value / 1000:.3g} ms" if value >= 1000 else f"{value:.3g} µs"
-
-
-def accuracy(df, *, title=None) -> Figure:
-    """Share of the error allowed, one line an implementation, over dtype and head size; above the dashed 1 is red.
-
-    df: columns dtype, D, impl, share (as `cases.rotary_accuracy` gives them).
-    """
-    if not len(df):
-        raise ValueError("accuracy: the frame has no row; at least one is allowed")
-    names = [(dtype, dim) for dtype, dim in zip(df["dtype"], df["D"])]
-    places = {name: i for i, name in enumerate(dict.fromkeys(names))}
-    others = sorted(set(df["impl"]) - set(STYLES))
-    fig, ax = _figure(4.2)
-    impls = list(dict.fromkeys(df["impl"]))
-    for i, impl in enumerate(impls):
-        colour, marker = _style(impl, others)
-        mine = [(places[name], share) for name, share, who in zip(names, df["share"], df["impl"]) if who == impl]
-        x = [place + 0.12 * (i - (len(impls) - 1) / 2) for place, _ in mine]  # side by side: many are equal
-        ax.plot(x, [share for _, share in mine], marker, color=colour, label=impl, markersize=SIZES.get(marker, 6))
-    ax.axhline(1, color=GREY, linestyle="--", label="allowed")
-    ax.set_xticks(range(len(places)), [dim for _, dim in places], fontsize=9)
-    for dtype in dict.fromkeys(df["dtype"]):
-        at = [i for (name, _), i in places.items() if name == dtype]
-        ax.annotate(
-            dtype,
-            (sum(at) / len(at), 0),
-            (0, -24),
-            xycoords=("data", "axes fraction"),
-            textcoords="offset points",
-            ha="center",
-        )
-        ax.axvline(at[-1] + 0.5, color=GRID)
-    ax.set_ylim(0, max(1.15, 1.1 * df["share"].max()))
-    ax.set_xlabel("head size (entries) and dtype", labelpad=20)
-    ax.set_ylabel("error / error allowed (ratio)")
-    ax.grid(axis="y", color=GRID)
-    ax.set_title(title or "Error against float64", loc="left", fontsize=11, fontweight="bold")
-    ax.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9)
-    return fig

@@ -114,7 +114,11 @@ class Run:
         return self._mine(self.counts, COUNT_COLUMNS)
 
     def save_figure(self, fig, name: str) -> None:
-        """figures/<slug>/<notebook>-<name>.svg and .png; the same figure gives the same bytes (no date, fixed ids)."""
+        """figures/<slug>/<notebook>-<name>.svg and .png, with no date and fixed ids.
+
+        A figure made from the same rows, and shown or saved as often before, gives the same bytes. Each drawing lays
+        out anew from where the last one ended, so that another number of them moves coordinates of the SVG a little.
+        """
         import matplotlib
 
         for kind, metadata in (("svg", {"Date": None}), ("png", None)):

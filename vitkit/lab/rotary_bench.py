@@ -11,8 +11,8 @@ from contextlib import nullcontext
 
 import torch
 
-from vitkit.lab.cases import DTYPES, rotary_error
 from vitkit.lab.peers import RotaryInputs, rotary_peers
+from vitkit.lab.rotary_cases import DTYPES, rotary_error
 from vitkit.rotary import apply_rotary_qk
 
 

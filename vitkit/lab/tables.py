@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pandas as pd
 
-LIMITS = ("copy", "empty_launch")  # what the machine allows
+LIMITS = ("copy", "empty_launch", "in_place_negate")  # what the machine allows
 
 
 def is_correct(df: pd.DataFrame) -> pd.Series:
@@ -23,6 +23,45 @@ def _varying(df, names):
     return [name for name in names if name in df and df[name].nunique(dropna=False) > 1]
 
 
+def params(df: pd.DataFrame, name: str, default=None) -> pd.Series:
+    """One entry of every row's `params`, which are a dict or the JSON that a CSV file holds."""
+    values = df["params"] if "params" in df else pd.Series([None] * len(df), index=df.index)
+    read = [json.loads(value) if isinstance(value, str) and value else value or {} for value in values]
+    return pd.Series([value.get(name, default) for value in read], index=df.index, dtype=object)
+
+
+def pick(df: pd.DataFrame, *, section="", direction="fwd", **wanted) -> pd.DataFrame:
+    """The rows whose columns, or else whose params, are as asked; None: any. section "" is that of most rows."""
+    for name, value in {"section": section, "direction": direction, **wanted}.items():
+        if value is not None:
+            df = df[(df[name] if name in df else params(df, name, "")) == value]
+    return df
+
+
+def with_shares(df: pd.DataFrame) -> pd.DataFrame:
+    """Green rows with D (of their params), and `share`: bandwidth over that of the copy of the same case and clock.
+
+    The copy's own rows are left out, and so are rows without a bandwidth or a copy.
+    """
+    rows = _timed(df).assign(D=params(_timed(df), "D"))
+    rows = rows[pd.to_numeric(rows["gbps"], errors="coerce").gt(0)]
+    keys = ["op", "direction", "dtype", "clock", "params", "case"]
+    copy = rows[rows["impl"] == "copy"].drop_duplicates(keys, keep="last").set_index(keys)["gbps"].astype(float)
+    rows = rows[rows["impl"] != "copy"]
+    of_copy = [copy.get(key, float("nan")) for key in rows[keys].itertuples(index=False, name=None)]
+    rows = rows.assign(share=rows["gbps"].astype(float) / of_copy)
+    return rows[rows["share"].notna()]
+
+
+def share_table(df: pd.DataFrame) -> pd.DataFrame:
+    """A line a head size and number of tokens: every implementation's share of the copy's bandwidth."""
+    rows = with_shares(df)
+    out = rows.pivot(index=["D", "n_tokens"], columns="impl", values="share")[list(dict.fromkeys(rows["impl"]))]
+    out = out.reset_index().rename(columns={"n_tokens": "patches"})
+    out.columns.name = None
+    return out
+
+
 def baseline(df: pd.DataFrame) -> str:
     """What is compared with: transformers where it has a time, else the library's own plain way."""
     timed = set(_timed(df)["impl"])
@@ -32,9 +71,11 @@ def baseline(df: pd.DataFrame) -> str:
 def overview(df: pd.DataFrame, baseline: str) -> pd.DataFrame:
     """A line a case, by rising tokens: every implementation's median in µs, the fastest, and its gain on `baseline`.
 
-    Blank where the check was not green. Columns that vary (op, direction, dtype, clock) come first.
+    Blank where the check was not green. What varies of op, direction, dtype, D, threads and clock comes first.
     """
-    keys = [*_varying(df, ["op", "direction", "dtype", "clock"]), "n_tokens", "n_images", "case"]
+    df = df.assign(D=params(df, "D", 0), threads=params(df, "threads", 0))
+    varying = _varying(df, ["op", "direction", "dtype", "D", "threads", "clock"])
+    keys = [*varying, "n_tokens", "n_images", "case"]
     timed = _timed(df).drop_duplicates([*keys, "impl"], keep="last")
     medians = timed.pivot(index=keys, columns="impl", values="median_us").astype(float)
     limits = [impl for impl in LIMITS if impl in medians]

@@ -22,7 +22,7 @@ import torch
 
 from vitkit.lab import graphs
 from vitkit.lab.graphs import no_collection
-from vitkit.lab.limits import CopyLimit, EmptyLaunch
+from vitkit.lab.limits import Limit
 
 CLOCKS = {"cpu": ("e2e",), "cuda": ("host", "e2e", "kernel")}
 
@@ -31,7 +31,7 @@ CLOCKS = {"cpu": ("e2e",), "cuda": ("host", "e2e", "kernel")}
 class Case:
     """One op on one workload, and what computes it.
 
-    calls: {impl: callable(*inputs) -> outputs}. A limit (`CopyLimit`, `EmptyLaunch`) may stand among them.
+    calls: {impl: callable(*inputs) -> outputs}. A `Limit` (such as `CopyLimit`) may stand among them.
     inputs: one tuple, or several of equal shapes: the kernel clock goes through all, host and e2e use the first.
     check: callable(impl, outputs, inputs) -> bool or (bool, note), with the inputs that gave these outputs.
     fresh: callable() -> a new copy of inputs[0] for the first, checked call of each implementation, so that a call
@@ -110,7 +110,7 @@ def _first_call(case, impl, device) -> dict:
         outputs = call(*inputs)
         _sync(device)
         first_call_us = (time.perf_counter_ns() - start) / 1e3
-        if isinstance(call, (CopyLimit, EmptyLaunch)):  # a limit computes something else than the op: it checks itself
+        if isinstance(call, Limit):  # a limit computes something else than the op: it checks itself
             verdict = call.check(outputs)
         else:
             verdict = case.check(impl, outputs, inputs)

@@ -15,7 +15,6 @@ The threads are a plain pool and not numba's: its layers are not safe with concu
 import ctypes
 import mmap
 import os
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 
@@ -23,6 +22,7 @@ import numpy as np
 import torch
 from numba import njit
 
+from .._numba import global_compiler_lock
 from .numba_heads import BFLOAT16, FLOAT32, KINDS, rotate_head, widen
 
 # A thread for each of these many bytes read and written; with less, handing them over costs more than it saves.
@@ -83,26 +83,22 @@ def _addresses(x, out):
 
 _kernels = {}
 _pool = None
-# Held while either is made. A fork waits for it: a child born while numba compiles would wait for its lock for ever.
-_lock = threading.RLock()
 
 
 def _after_fork():
     """The child has none of its parent's threads: it makes its own when it needs them."""
-    global _pool, _lock
-    _pool, _lock = None, threading.RLock()
+    global _pool
+    _pool = None
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(
-        before=lambda: _lock.acquire(), after_in_parent=lambda: _lock.release(), after_in_child=_after_fork
-    )
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def _kernel(kind, fp16):
     key = kind, fp16
     if key not in _kernels:
-        with _lock:
+        with global_compiler_lock:  # numba's, which a fork waits for: see _numba
             if key not in _kernels:
                 _kernels[key] = _compile(kind, fp16)
     return _kernels[key]
@@ -110,10 +106,11 @@ def _kernel(kind, fp16):
 
 def _get_pool():
     global _pool
-    with _lock:
-        if _pool is None:
-            _pool = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="vitkit-rotary")
-        return _pool
+    if _pool is None:
+        with global_compiler_lock:
+            if _pool is None:
+                _pool = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="vitkit-rotary")
+    return _pool
 
 
 def _work(kernel, arguments, chunks, tensors):

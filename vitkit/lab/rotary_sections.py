@@ -1,0 +1,146 @@
+"""The sections of notebook 1: their grids and cases, each case made when the one before has been measured."""
+
+import os
+from importlib.util import find_spec
+
+import torch
+
+from . import workloads
+from .cases import CPU_TOKENS, Size, tokens
+from .rotary_cases import HEAD_DIMS, LIMIT_WAYS, rotary_case, rotary_geometry
+from .timing import Case
+
+BACKWARD_TOKENS = (324, 1296, 12_960, 32_768, 65_536)
+LIMIT_TOKENS = (12_960, 32_768, 65_536)
+TRIES_TOKENS = 32_768
+# Where torch.compile is timed beside the first head size's forward: it takes seconds for each shape (tiny: nowhere).
+COMPILED_TOKENS = (1296, 12_960, 32_768)
+# Layouts of the kernel for heads of 9 chunks, as (pair, rows, lanes, heads, warps); None is the library's choice.
+LAYOUTS = (
+    None,
+    (False, 1, 27, 3, 4),
+    (False, 2, 32, 7, 4),
+    (False, 2, 27, 6, 4),
+    (True, 1, 27, 3, 4),
+    (True, 2, 32, 7, 4),
+    (True, 4, 24, 8, 4),
+)
+
+
+def rotary_grids(size: Size) -> list[tuple[str, list]]:
+    """(name, grid) by rising tokens: the published workloads, and for a GPU single images, for a CPU some photos."""
+    named = workloads.load_workloads()[:4]
+    if size.name == "cpu":
+        named += workloads.photo_grids(scales=(1,), repeats=(1,))[::3]
+    if size.name == "gpu":
+        squares = ((18, 18), (64, 64), (128, 256), (256, 256), (512, 512))
+        named += [(f"1x{h}x{w}", [[1, h, w]]) for h, w in squares]
+    seen = {}
+    for name, grid in named:
+        if tokens(grid) <= size.max_tokens:
+            seen.setdefault(tokens(grid), (name, grid))
+    return [seen[n] for n in sorted(seen)]
+
+
+def _grids(size, wanted):
+    """The grids of as many tokens as one of `wanted`; the first of all where none is."""
+    grids = rotary_grids(size)
+    return [(name, grid) for name, grid in grids if tokens(grid) in wanted] or grids[:1]
+
+
+def forward_cases(size, device, dtype, num_heads, head_dims, threads):
+    """The forward for each of `head_dims` (on a CPU the first alone) at every size, and last the published shape."""
+    device = torch.device(device)
+    for dim in head_dims[: 1 if device.type == "cpu" else None]:
+        for name, grid in rotary_grids(size):
+            compiled = size.name != "tiny" and (dim == head_dims[0] or tokens(grid) in COMPILED_TOKENS)
+            geometry = rotary_geometry(num_heads, dim)
+            yield rotary_case(name, grid, geometry, device, dtype, threads=threads, compiled=compiled)
+    if device.type == "cuda" and size.name != "tiny":
+        geometry, shape = rotary_geometry(num_heads, head_dims[0]), {"batch": 2, "section": "published"}
+        yield rotary_case("2 x 16384", [[1, 128, 128]], geometry, device, dtype, threads=threads, **shape)
+
+
+def forward_clocks(case: Case, device) -> tuple[str, ...]:
+    """On a GPU the device's own time, and for a case of few tokens the host's too."""
+    if torch.device(device).type == "cpu":
+        return ("e2e",)
+    return ("kernel", "host") if case.n_tokens <= CPU_TOKENS else ("kernel",)
+
+
+def backward_cases(size, device, dtype, num_heads, head_dims, threads):
+    """The backward for each of `head_dims` (on a CPU the first alone) at some sizes."""
+    for dim in head_dims[: 1 if torch.device(device).type == "cpu" else None]:
+        for name, grid in _grids(size, BACKWARD_TOKENS):
+            compiled = dim == head_dims[0] and tokens(grid) in COMPILED_TOKENS
+            options = {"threads": threads, "backward": True, "compiled": compiled}
+            yield rotary_case(name, grid, rotary_geometry(num_heads, dim), device, dtype, **options)
+
+
+def thread_cases(size, device, num_heads, head_dim):
+    """On a CPU alone: bfloat16 and float32 by one thread and by two, where the machine has them.
+
+    q and k lie apart, as in the copy that they are compared with.
+    """
+    if torch.device(device).type != "cpu":
+        return
+    before = torch.get_num_threads()
+    name, grid = _grids(size, (CPU_TOKENS,))[-1]
+    ways, geometry = ("numba", "numba_in_place", "transformers", "torch_compile"), rotary_geometry(num_heads, head_dim)
+    try:
+        for threads in (1, 2)[: len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()]:
+            torch.set_num_threads(threads)
+            for dtype in ("bfloat16", "float32"):
+                options = {"threads": threads, "packed": False, "ways": ways, "section": "threads"}
+                yield rotary_case(name, grid, geometry, device, dtype, compiled=size.name != "tiny", **options)
+    finally:
+        torch.set_num_threads(before)
+
+
+def limit_cases(size, device, dtype, num_heads, threads):
+    """On a GPU alone: the kernel's ways from packed qkv and the copy, at every head size."""
+    if torch.device(device).type == "cpu":
+        return
+    for dim in HEAD_DIMS:
+        for name, grid in _grids(size, LIMIT_TOKENS):
+            options = {"threads": threads, "compiled": False, "ways": LIMIT_WAYS, "section": "limit"}
+            yield rotary_case(name, grid, rotary_geometry(num_heads, dim), device, dtype, **options)
+
+
+def tries_cases(size, device, dtype, num_heads, threads, head_dim=72):
+    """On a GPU alone: rotating in place by several layouts of the kernel, and the limit of working in place."""
+    if torch.device(device).type == "cpu" or not find_spec("triton"):
+        return
+    from .negate import InPlaceNegate
+
+    name, grid = _grids(size, (TRIES_TOKENS,))[0]
+    options = {"threads": threads, "section": "tries", "calls": tries()}
+    case = rotary_case(name, grid, rotary_geometry(num_heads, head_dim), device, dtype, **options)
+    qkv = case.inputs[0][0].qkv
+    case.calls["in_place_negate"] = InPlaceNegate(qkv.shape, qkv.dtype, len(case.inputs), device)
+    yield case
+
+
+def tries() -> dict:
+    """{name: callable(RotaryInputs)}: the kernel in place by every layout, with tables and from positions."""
+    from vitkit.rotary import triton_kernels
+
+    def call(from_pos, layout):
+        rotate = triton_kernels.rotary_qk_from_pos if from_pos else triton_kernels.rotary_qk
+        layout = layout and triton_kernels.Layout(*layout)
+        if from_pos:
+            return lambda r: rotate(r.q, r.k, r.pos_ids, r.table, inplace=True, layout=layout)
+        return lambda r: rotate(r.q, r.k, r.cos, r.sin, inplace=True, layout=layout)
+
+    return {
+        f"{'from_pos' if from_pos else 'tables'}: {_layout_name(layout)}": call(from_pos, layout)
+        for from_pos in (False, True)
+        for layout in LAYOUTS
+    }
+
+
+def _layout_name(layout) -> str:
+    if layout is None:
+        return "the library's layout"
+    pair, rows, lanes, heads, warps = layout
+    return f"{rows} row{'s' * (rows > 1)} of {lanes} lanes, {heads} heads{' of q and k' if pair else ''}, {warps} warps"
