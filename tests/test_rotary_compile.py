@@ -1,5 +1,7 @@
 """Under torch.compile and torch.export the rotation is one operator; in a CUDA graph it is one launch."""
 
+import shutil
+
 import pytest
 import torch
 from test_rotary import DEVICE, GPU, randn, tables
@@ -51,6 +53,20 @@ def test_twenty_image_sizes_make_at_most_two_graphs_and_no_break(name):
     assert counter.frame_count <= 2
 
 
+@pytest.mark.skipif(not GPU and not shutil.which("g++"), reason="no compiler here")
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("name", CALLS)
+def test_what_inductor_writes_with_dynamic_shapes(name, inference):
+    compiled = torch.compile(CALLS[name], dynamic=True, fullgraph=True)
+    for S in (9, 20):
+        with torch.inference_mode(inference):
+            x, *rest = arguments(S)
+            mine = x.clone()
+            for out, right in zip(compiled(mine, *rest), CALLS[name](x, *rest)):
+                torch.testing.assert_close(out, right)
+            torch.testing.assert_close(mine, x)
+
+
 @pytest.mark.parametrize("name", ["rows", "packed"])
 def test_training_through_torch_compile(name):
     x, *rest = arguments(30)
@@ -85,9 +101,20 @@ def test_the_operators_declare_what_they_do():
     q, k = qkv[:, 0], qkv[:, 1]
     torch.library.opcheck(torch.ops.vitkit.rotary_qk.default, (q, k, cos, sin, False, "auto", False))
     torch.library.opcheck(torch.ops.vitkit.rotary_qk.default, (q, k, pos, TABLE, True, "auto", True))
-    torch.library.opcheck(torch.ops.vitkit.rotary_qk_.default, (q, k, cos, sin, False, "auto"))
+    torch.library.opcheck(torch.ops.vitkit.rotary_qkv_.default, (qkv, cos, sin, False, "auto"))
     leaves = q.clone().requires_grad_(), k.clone().requires_grad_()
     torch.library.opcheck(torch.ops.vitkit.rotary_qk.default, (*leaves, cos, sin, False, "auto", False))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_no_operator_serves_is_traced(name):
+    x, pos, cos, sin = arguments(9)
+    x, cos, sin = x.double(), cos.double(), sin.double()
+    mine = x.clone()
+    compiled = torch.compile(CALLS[name], backend="aot_eager", fullgraph=True)
+    for out, right in zip(compiled(mine, pos, cos, sin), CALLS[name](x, pos, cos, sin)):
+        torch.testing.assert_close(out, right)
+    torch.testing.assert_close(mine, x)
 
 
 @pytest.mark.parametrize("cos", [torch.zeros(4, 40), torch.zeros(5, 20)])

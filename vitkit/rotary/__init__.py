@@ -69,7 +69,8 @@ def apply_rotary_qk(q, k, cos, sin, *, inplace=False, impl="auto") -> tuple[torc
     half is read; any floating dtype. Returns new contiguous tensors, or q and k themselves with inplace=True.
     impl: a key of IMPLEMENTATIONS, or "auto": numba on the CPU, triton on a GPU, eager where neither serves the call
     (float64, cos or sin that require grad). ValueError names an argument that is not allowed, before anything is
-    computed. Under torch.compile and torch.export the call is one operator, vitkit::rotary_qk.
+    computed. Under torch.compile and torch.export the call is one operator, vitkit::rotary_qk; in place
+    two copies follow it (`apply_rotary_qkv_` has an operator of its own, which writes where q and k lie).
     """
     return _call(q, k, cos, sin, inplace, False, impl)
 
@@ -119,16 +120,18 @@ def _call_packed(qkv, a, b, from_pos, impl, max_position=None):
     if not tracing and impl in ("auto", "triton") and prepared.rotate_packed(qkv, a, b, from_pos, max_position):
         return qkv
     checks.check_packed(qkv)
-    if tracing or not (torch.is_grad_enabled() and qkv.requires_grad):
+    if not tracing and not (torch.is_grad_enabled() and qkv.requires_grad):
         _call(qkv[:, 0], qkv[:, 1], a, b, True, from_pos, impl, max_position)
-        if not tracing:
-            prepared.prepare_packed(qkv, a, b, from_pos)
+        prepared.prepare_packed(qkv, a, b, from_pos)
         return qkv
     q, k = qkv.detach()[:, 0], qkv.detach()[:, 1]
     if from_pos:
         checks.check_call_from_pos(q, k, a, b, True, max_position)
     else:
         checks.check_call(q, k, a, b, True)
+    if tracing and _is_operator(q, a, b, impl):
+        ops.call_packed(qkv, a, b, from_pos, impl)
+        return qkv
     impl, a, b = _settle(q, k, a, b, from_pos, impl)
     if impl == "eager":
         _rotate(qkv[:, 0], qkv[:, 1], a, b, True, from_pos, impl)

@@ -145,8 +145,8 @@ def choose(impl, implementations, q, k, tables) -> str:
     """The implementation that serves the call; ValueError where the named one cannot, saying what would."""
     if type(impl) is not str or (impl != "auto" and impl not in implementations):
         raise ValueError(f"impl={impl!r}: {', '.join(map(repr, [*implementations, 'auto']))} are allowed")
-    if impl == "eager":
-        return impl
+    if impl == "eager" or (impl == "auto" and torch.compiler.is_compiling()):  # what no operator serves is traced
+        return "eager"
     fast = "numba" if q.device.type == "cpu" else "triton"
     reason = _refusal(fast if impl == "auto" else impl, (q, k, *tables), tables)
     if impl == "auto":

@@ -36,20 +36,28 @@ def _backward(ctx, grad_q, grad_k):
 rotary_qk.register_autograd(_backward, setup_context=_save)
 
 
-@torch.library.custom_op("vitkit::rotary_qk_", mutates_args=("q", "k"))
-def rotary_qk_(q: Tensor, k: Tensor, a: Tensor, b: Tensor, from_pos: bool, impl: str) -> None:
+@torch.library.custom_op("vitkit::rotary_qkv_", mutates_args=("qkv",))
+def rotary_qkv_(qkv: Tensor, a: Tensor, b: Tensor, from_pos: bool, impl: str) -> None:
     from . import _rotate, checks
 
+    q, k = qkv[:, 0], qkv[:, 1]
     checks.check_inplace(q, k, **({"pos_ids": a, "table": b} if from_pos else {"cos": a, "sin": b}))
-    _rotate(q, k, a, b, True, from_pos, impl, False)
+    _rotate(q, k, a, b, True, from_pos, impl)
 
 
 def call(q, k, a, b, inplace, from_pos, impl):
-    """What a traced call becomes: (q, k)."""
-    if not inplace:
-        return rotary_qk(q, k, a, b, from_pos, impl, False)
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):  # an op that writes has no backward
-        y_q, y_k = rotary_qk(q, k, a, b, from_pos, impl, False)
-        return q.copy_(y_q), k.copy_(y_k)
-    rotary_qk_(q, k, a, b, from_pos, impl)
-    return q, k
+    """What a traced call becomes: (q, k).
+
+    In place it is the rotation and two copies: an operator that writes several views of one tensor gets the wrong
+    views from torch.compile (seen with torch 2.13, dynamic shapes and inductor: both at q's offset).
+    """
+    y_q, y_k = rotary_qk(q, k, a, b, from_pos, impl, False)
+    return (q.copy_(y_q), k.copy_(y_k)) if inplace else (y_q, y_k)
+
+
+def call_packed(qkv, a, b, from_pos, impl):
+    """What a traced call on a packed qkv becomes."""
+    if torch.is_grad_enabled() and qkv.requires_grad:  # an operator that writes has no backward
+        call(qkv[:, 0], qkv[:, 1], a, b, True, from_pos, impl)
+    else:
+        rotary_qkv_(qkv, a, b, from_pos, impl)
