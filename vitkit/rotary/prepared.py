@@ -78,8 +78,9 @@ def _key(q, k, a, b, inplace, from_pos):
 
 class _Plan:
     def __init__(self, q, k, a, b, inplace, from_pos, launched):
-        compiled, self.programs, self.args = launched
-        self.run, self.function, self.metadata = compiled.run, compiled.function, compiled.packed_metadata
+        self.compiled, self.programs, self.args = launched  # kept, and with it the function that it has loaded
+        self.run, self.function = self.compiled.run, self.compiled.function
+        self.metadata = self.compiled.packed_metadata
         self.index = q.device.index
         self.current_device, self.current_stream = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
         self.inplace, self.apart, self.packed = inplace, k.data_ptr() - q.data_ptr(), False
