@@ -33,7 +33,7 @@ class Size:
 SIZES = {
     "tiny": Size("tiny", 0.02, 2, 3, 300),
     "cpu": Size("cpu", 1.5, 7, 200, CPU_TOKENS),
-    "gpu": Size("gpu", 0.5, 20, 200, GPU_TOKENS),
+    "gpu": Size("gpu", 0.3, 20, 200, GPU_TOKENS),
 }
 
 
