@@ -198,3 +198,36 @@ def test_the_width_of_an_access_divides_every_address(which, offset, monkeypatch
     aligned = {n: x.new_zeros(x.shape) for n, x in tensors.items()}
     triton_kernels.rotary_qk(**{**aligned, which: rows[which]})
     assert widths == [min(offset, 8)] * 2
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_parameter_shares_memory_like_any_tensor(impl):
+    q, (cos, sin) = torch.nn.Parameter(randn(40, 2, 80), requires_grad=False), tables(40, 80)
+    with pytest.raises(ValueError, match="q and k share memory"):
+        apply_rotary_qk(q, q.data, cos, sin, inplace=True, impl=impl)
+    table = torch.nn.Parameter(q.data.view(-1)[:1600].view(40, 40), requires_grad=False)
+    with pytest.raises(ValueError, match="cos shares memory"):
+        apply_rotary_qk(q.data, randn(40, 2, 80), table, sin, inplace=True, impl=impl)
+
+
+def test_in_place_under_vmap_and_traced_calls_go_to_eager():
+    x, (cos, sin) = randn(3, 5, 3, 2, 80), tables(5, 80)
+    right = torch.stack([apply_rotary_qkv_(y.clone(), cos, sin) for y in x])
+    torch.testing.assert_close(torch.func.vmap(lambda y: apply_rotary_qkv_(y, cos, sin))(x.clone()), right)
+    q, k = x[0, :, 0], x[0, :, 1]
+    traced = torch.jit.trace(lambda q, k: apply_rotary_qk(q, k, cos, sin), (q, k))
+    torch.testing.assert_close(traced(2 * q, k), apply_rotary_qk(2 * q, k, cos, sin))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("D", [2, 80])
+def test_outputs_are_contiguous_from_a_transposed_batch(impl, D):
+    q, (cos, sin) = randn(2, 3, 5, D).transpose(1, 2), tables(5, D)
+    assert all(y.is_contiguous() for y in apply_rotary_qk(q, q, cos, sin, impl=impl))
+
+
+@pytest.mark.parametrize("name", ["q", "cos"])
+def test_sparse_and_nested_tensors_are_named(name):
+    inputs = dict(zip(("q", "k", "cos", "sin"), (randn(5, 2, 80), randn(5, 2, 80), *tables(5, 80))))
+    with pytest.raises(ValueError, match=f"{name}="):
+        apply_rotary_qk(**{**inputs, name: inputs[name].to_sparse()})

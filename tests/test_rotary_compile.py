@@ -81,6 +81,22 @@ def test_training_through_torch_compile(name):
     torch.testing.assert_close(*grads)
 
 
+def test_transforms_inside_a_compiled_function():
+    """An operator has no rule for them, forward mode gave zeros without a word: the plain formula is traced instead."""
+    q, (cos, sin) = randn(5, 2, 8), tables(5, 8)
+
+    def rotate(x):
+        return apply_rotary_qk(x, x, cos, sin)[0]
+
+    for function in (
+        lambda x: torch.func.jvp(rotate, (x,), (x,))[1],
+        lambda x: torch.func.grad(lambda y: rotate(y).pow(3).sum())(x),
+        lambda x: torch.func.vmap(rotate)(x[None])[0],
+    ):
+        torch._dynamo.reset()
+        torch.testing.assert_close(torch.compile(function, backend="aot_eager")(q), function(q))
+
+
 @pytest.mark.parametrize("name", ["rows", "positions"])
 def test_an_exported_program_keeps_one_operator(name):
     class Module(torch.nn.Module):

@@ -1,5 +1,6 @@
 """From positions: the same bits as from the rows of cos and sin that the positions stand for."""
 
+import numpy
 import pytest
 import torch
 from test_rotary import DEVICE, DTYPES, GPU, randn
@@ -63,6 +64,15 @@ def test_positions_beyond_the_table_are_clamped(impl):
     assert all(map(torch.equal, outs, kept))
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("D", [4, 8])
+def test_positions_column_by_column(impl, D):
+    pos, q, geometry = positions(6).t().contiguous().t(), randn(6, 2, D), Geometry(head_dim=D)
+    outs = apply_rotary_qk_from_pos(q, q, pos, rotary_table(geometry, 40, DEVICE), impl=impl)
+    rows = apply_rotary_qk(q, q, *rotary_cos_sin(pos, geometry), impl=impl)
+    assert all(map(torch.equal, outs, rows))
+
+
 def test_the_table_is_exact_and_of_the_model_alone():
     geometry = Geometry.qwen3_vl()
     table = rotary_table(geometry, 8191)
@@ -97,6 +107,7 @@ def test_a_table_needs_a_last_position(bad):
         ({"table": [0]}, "table="),
         ({"max_position": 9}, "max_position=9: 0 to 8, the table's last"),
         ({"max_position": -1}, "max_position=-1"),
+        ({"max_position": numpy.int64(9)}, "max_position=9: 0 to 8"),
         ({"max_position": True}, "max_position=True"),
         ({"max_position": 3.0}, "max_position=3.0"),
         ({"q": torch.ones(5, 2, 82), "k": torch.ones(5, 2, 82)}, "multiple of 4"),

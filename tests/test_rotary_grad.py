@@ -35,11 +35,10 @@ def test_gradcheck_of_the_formula_in_float64():
 def test_gradcheck_of_the_functions_that_serve_the_fast_ways():
     q, k = randn(4, 2, 8).double().requires_grad_(), randn(4, 3, 8).double().requires_grad_()
     cos, sin = (t.double() for t in tables(4, 8))
-    way = IMPLEMENTATIONS["eager"]
     for check in (torch.autograd.gradcheck, torch.autograd.gradgradcheck):
-        assert check(lambda q, k: Rotate.apply(q, k, cos, sin, way, False), (q, k))
+        assert check(lambda q, k: Rotate.apply(q, k, cos, sin, IMPLEMENTATIONS, "eager", False), (q, k))
         qkv = randn(4, 3, 2, 8).double().requires_grad_()
-        assert check(lambda x: RotatePacked.apply(x.clone(), cos, sin, way, False), (qkv,))
+        assert check(lambda x: RotatePacked.apply(x.clone(), cos, sin, IMPLEMENTATIONS, "eager", False), (qkv,))
 
 
 @pytest.mark.parametrize("impl", FAST)
@@ -123,3 +122,43 @@ def test_in_place_where_gradients_are_recorded(impl):
     (grad,) = torch.autograd.grad((q * k).sum(), x)
     q, k = apply_rotary_qk(x * 1, x * 2, cos, sin, impl="eager")
     torch.testing.assert_close(grad, torch.autograd.grad((q * k).sum(), x)[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("impl", FAST)
+def test_only_what_asks_for_a_gradient_is_in_the_graph(impl):
+    (cos, sin), k = tables(5, 80), randn(5, 2, 80)
+    y_q, y_k = apply_rotary_qk(randn(5, 2, 80).requires_grad_(), k, cos, sin, impl=impl)
+    assert y_q.requires_grad and not y_k.requires_grad
+    apply_rotary_qk(randn(5, 2, 80).requires_grad_() * 1, k, cos, sin, inplace=True, impl=impl)
+    assert not k.requires_grad and k.grad_fn is None
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_gradients_without_memory_of_their_own(impl):
+    """Lazily negated, implied zeros, batched."""
+    q, k, (cos, sin), g = randn(5, 2, 80).requires_grad_(), randn(5, 2, 80), tables(5, 80), randn(5, 2, 80)
+    y = apply_rotary_qk(q, k, cos, sin, impl=impl)[0]
+    right = torch.autograd.grad(y, q, -g, retain_graph=True)[0]
+    got = torch.autograd.grad(y, q, torch._neg_view(g), retain_graph=True)[0]
+    torch.testing.assert_close(got, right)
+    zero = torch.autograd.grad(y, q, torch._efficientzerotensor(5, 2, 80, device=DEVICE), retain_graph=True)[0]
+    assert (zero == 0).all()
+    batch = torch.autograd.grad(y, q, torch.stack([-g, g]), is_grads_batched=True)[0]
+    torch.testing.assert_close(batch, torch.stack([right, -right]))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_what_autograd_would_refuse_is_refused_before_it_is_written(impl):
+    (cos, sin), leaf = tables(5, 80), randn(5, 3 * 2 * 80).requires_grad_()
+    qkv, parts = leaf.view(5, 3, 2, 80), (leaf * 1).view(5, 3, 2, 80)
+    split = torch.stack([leaf, leaf]).unbind(0)[0]
+    before = leaf.detach().clone(), split.detach().clone()
+    for call in (
+        lambda: apply_rotary_qkv_(qkv, cos, sin, impl=impl),
+        lambda: apply_rotary_qkv_(split.view(5, 3, 2, 80), cos, sin, impl=impl),
+        lambda: apply_rotary_qk(parts[:, 0], qkv[:, 1], cos, sin, inplace=True, impl=impl),
+        lambda: apply_rotary_qk(*parts.unbind(1)[:2], cos, sin, inplace=True, impl=impl),
+    ):
+        with pytest.raises(ValueError, match="^(q|k|qkv) is "):
+            call()
+    assert torch.equal(leaf, before[0]) and torch.equal(split, before[1]) and torch.equal(parts.flatten(1), leaf)

@@ -287,6 +287,19 @@ def test_what_a_prepared_call_must_still_see(spied):
 
 
 @pytest.mark.gpu
+def test_a_packed_qkv_takes_no_plan_of_another_pair(spied):
+    x, (cos, sin) = randn(40, 3, 2, 80), tables(40, 80)
+    apply_rotary_qk(x[:, 0], x[:, 2], cos, sin, inplace=True)  # the strides of q and k, but twice as far apart
+    for impl in ("eager", "triton_separate", "auto", "auto"):
+        qkv = randn(40, 3, 2, 80)
+        before = qkv.clone()
+        apply_rotary_qkv_(qkv, cos, sin, impl=impl)
+        for i in (0, 1):
+            close(qkv[:, i], before[:, i], cos, sin, "triton")
+        assert torch.equal(qkv[:, 2], before[:, 2])
+
+
+@pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU here")
 def test_a_prepared_call_on_a_gpu_that_is_not_current():
     with torch.device("cuda:1"):

@@ -101,7 +101,8 @@ def apply_rotary_qkv_from_pos_(qkv, pos_ids, table, *, max_position=None, impl="
 def _call(q, k, a, b, inplace, from_pos, impl, max_position=None):
     """Checks and rotates; a, b are cos and sin, or pos_ids and table."""
     tracing = torch.compiler.is_compiling()
-    if not tracing and impl in ("auto", "triton") and (inplace is True or inplace is False):
+    fast = type(impl) is str and impl in ("auto", "triton") and (inplace is True or inplace is False)
+    if fast and not tracing:
         out = prepared.rotate(q, k, a, b, inplace, from_pos, max_position)
         if out is not None:
             return out
@@ -109,7 +110,7 @@ def _call(q, k, a, b, inplace, from_pos, impl, max_position=None):
         checks.check_call_from_pos(q, k, a, b, inplace, max_position)
     else:
         checks.check_call(q, k, a, b, inplace)
-    if tracing and _is_operator(q, a, b, impl):
+    if tracing and _is_operator(q, a, b, impl, from_pos):
         return ops.call(q, k, a, b, inplace, from_pos, impl)
     return _rotate(q, k, a, b, inplace, from_pos, impl)
 
@@ -117,31 +118,36 @@ def _call(q, k, a, b, inplace, from_pos, impl, max_position=None):
 def _call_packed(qkv, a, b, from_pos, impl, max_position=None):
     """As `_call`, in place on the q and k of a packed qkv; autograd sees one function that writes qkv."""
     tracing = torch.compiler.is_compiling()
-    if not tracing and impl in ("auto", "triton") and prepared.rotate_packed(qkv, a, b, from_pos, max_position):
+    fast = type(impl) is str and impl in ("auto", "triton")
+    if fast and not tracing and prepared.rotate_packed(qkv, a, b, from_pos, max_position):
         return qkv
     checks.check_packed(qkv)
     if not tracing and not (torch.is_grad_enabled() and qkv.requires_grad):
         _call(qkv[:, 0], qkv[:, 1], a, b, True, from_pos, impl, max_position)
-        prepared.prepare_packed(qkv, a, b, from_pos)
+        if fast:
+            prepared.prepare_packed(qkv, a, b, from_pos)
         return qkv
     q, k = qkv.detach()[:, 0], qkv.detach()[:, 1]
     if from_pos:
         checks.check_call_from_pos(q, k, a, b, True, max_position)
     else:
         checks.check_call(q, k, a, b, True)
-    if tracing and _is_operator(q, a, b, impl):
+    if tracing and _is_operator(q, a, b, impl, from_pos):
         ops.call_packed(qkv, a, b, from_pos, impl)
         return qkv
     impl, a, b = _settle(q, k, a, b, from_pos, impl)
     if impl == "eager":
         _rotate(qkv[:, 0], qkv[:, 1], a, b, True, from_pos, impl)
         return qkv
-    return RotatePacked.apply(qkv, a, b, _ways(from_pos)[impl], False)
+    return RotatePacked.apply(qkv, a, b, _ways(from_pos), impl, False)
 
 
-def _is_operator(q, a, b, impl) -> bool:
+def _is_operator(q, a, b, impl, from_pos) -> bool:
     """Whether a traced call becomes an operator. torch.compile sees through eager, which it fuses."""
+    checks.check_impl(impl, _ways(from_pos))
     if impl == "eager" or q.dtype == torch.float64 or q.device.type not in ("cpu", "cuda"):
+        return False
+    if checks.transformed():  # an operator has no rule for forward mode, for one
         return False
     return not (torch.is_grad_enabled() and (a.requires_grad or b.requires_grad))
 
@@ -171,7 +177,7 @@ def _rotate(q, k, a, b, inplace, from_pos, impl, backward=False):
     impl, a, b = _settle(q, k, a, b, from_pos, impl)
     way = _ways(from_pos)[impl]
     if impl != "eager" and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
-        y_q, y_k = Rotate.apply(q, k, a, b, way, backward)
+        y_q, y_k = Rotate.apply(q, k, a, b, _ways(from_pos), impl, backward)
         return (q.copy_(y_q), k.copy_(y_k)) if inplace else (y_q, y_k)
     if impl == "triton" and not backward and tables[0] is a and tables[1] is b:
         out = _launch(q, k, a, b, inplace, from_pos)

@@ -7,7 +7,7 @@ et al., RoFormer, applied once an axis). Angles in float64, rounded once at the 
 import torch
 
 from ..geometry import Geometry
-from .checks import INTEGERS, about
+from .checks import INTEGER_NAMES, INTEGERS, about
 
 
 def rotary_cos_sin(pos_ids: torch.Tensor, geometry: Geometry) -> tuple[torch.Tensor, torch.Tensor]:
@@ -17,7 +17,7 @@ def rotary_cos_sin(pos_ids: torch.Tensor, geometry: Geometry) -> tuple[torch.Ten
     """
     _check_geometry(geometry)
     if not isinstance(pos_ids, torch.Tensor) or pos_ids.dtype not in INTEGERS:
-        raise ValueError(f"pos_ids={about(pos_ids)}: an integer tensor (N, 2) is allowed")
+        raise ValueError(f"pos_ids={about(pos_ids)}: a tensor (N, 2) of {INTEGER_NAMES} is allowed")
     if pos_ids.dim() != 2 or pos_ids.shape[1] != 2:
         raise ValueError(f"pos_ids.shape={tuple(pos_ids.shape)}: (N, 2) is allowed")
     angles = (pos_ids.unsqueeze(-1) * _frequencies(geometry, pos_ids.device)).flatten(1).contiguous()
@@ -41,7 +41,7 @@ def rotary_table(geometry: Geometry, max_position: int, device="cpu") -> torch.T
 def table_rows(pos_ids, table) -> tuple[torch.Tensor, torch.Tensor]:
     """The rows of cos and sin, (S, D/2) each, that a kernel would look up; positions beyond the table are clamped."""
     ids = pos_ids.long().clamp(0, table.shape[1] - 1)
-    return table[0][ids].flatten(1), table[1][ids].flatten(1)
+    return table[0][ids].flatten(1).contiguous(), table[1][ids].flatten(1).contiguous()
 
 
 def _check_geometry(geometry):

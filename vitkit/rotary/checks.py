@@ -2,11 +2,13 @@
 
 from importlib import import_module
 from importlib.util import find_spec
+from numbers import Integral
 
 import torch
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
+INTEGER_NAMES = "int64, int32, int16, uint8 or int8"
 
 
 def about(x) -> str:
@@ -32,9 +34,9 @@ def check_call_from_pos(q, k, pos_ids, table, inplace, max_position):
     for name, x in (("q", q), ("k", k)):
         _check_floating(name, x)
         _check_device(name, x, q)
-    if not isinstance(pos_ids, torch.Tensor) or pos_ids.dtype not in INTEGERS:
-        raise ValueError(f"pos_ids={about(pos_ids)}: an integer tensor (S, 2) is allowed")
-    if not isinstance(table, torch.Tensor) or table.dtype != torch.float32:
+    if not _is_strided(pos_ids) or pos_ids.dtype not in INTEGERS:
+        raise ValueError(f"pos_ids={about(pos_ids)}: a tensor (S, 2) of {INTEGER_NAMES} is allowed")
+    if not _is_strided(table) or table.dtype != torch.float32:
         raise ValueError(f"table={about(table)}: a float32 tensor (2, positions, D/4) is allowed")
     for name, x in (("pos_ids", pos_ids), ("table", table)):
         _check_device(name, x, q)
@@ -49,7 +51,7 @@ def check_call_from_pos(q, k, pos_ids, table, inplace, max_position):
     if table.numel() >= 2**31:
         raise ValueError(f"table.shape={tuple(table.shape)}: fewer than 2^31 entries are allowed")
     if max_position is not None:
-        if isinstance(max_position, bool) or not isinstance(max_position, int):
+        if isinstance(max_position, bool) or not isinstance(max_position, Integral):
             raise ValueError(f"max_position={max_position!r}: an integer or None is allowed")
         if not 0 <= max_position < table.shape[1]:
             raise ValueError(f"max_position={max_position}: 0 to {table.shape[1] - 1}, the table's last, are allowed")
@@ -57,18 +59,32 @@ def check_call_from_pos(q, k, pos_ids, table, inplace, max_position):
         check_inplace(q, k, pos_ids=pos_ids, table=table)
 
 
+def _is_strided(x) -> bool:
+    """A tensor with strides: neither sparse nor nested."""
+    return isinstance(x, torch.Tensor) and x.layout == torch.strided and not x.is_nested
+
+
 def check_packed(qkv):
-    if not isinstance(qkv, torch.Tensor) or qkv.dim() != 4 or qkv.shape[1] != 3:
+    if not _is_strided(qkv) or qkv.dim() != 4 or qkv.shape[1] != 3:
         raise ValueError(f"qkv={about(qkv)}: a tensor (S, 3, H, D) is allowed")
     if qkv.dtype not in DTYPES or qkv.shape[3] % 2 or qkv.stride(3) != 1:
         allowed = "a floating dtype, an even D and a contiguous last axis are allowed"
         raise ValueError(f"qkv={about(qkv)} with stride()={qkv.stride()}: {allowed}")
-    if qkv.is_leaf and qkv.requires_grad and torch.is_grad_enabled():
-        raise ValueError("qkv is a leaf that requires grad: in place it is not allowed to be")
+    _check_recorded("qkv", qkv)
+
+
+def _check_recorded(name, x):
+    """Refuses to write what autograd would refuse after it has been written."""
+    if not (torch.is_grad_enabled() and x.requires_grad) or torch.compiler.is_compiling():
+        return
+    if x.is_leaf or (x._is_view() and x._base.is_leaf and x._base.requires_grad):
+        raise ValueError(f"{name} is a leaf that requires grad, or a view of one: in place it is not allowed to be")
+    if x._is_view() and torch._C._autograd._get_creation_meta(x) != torch._C._autograd.CreationMeta.DEFAULT:
+        raise ValueError(f"{name} is one of several views of one call, such as unbind: in place a slice is allowed")
 
 
 def _check_floating(name, x):
-    if not isinstance(x, torch.Tensor) or x.dtype not in DTYPES:
+    if not _is_strided(x) or x.dtype not in DTYPES:
         raise ValueError(f"{name}={about(x)}: a tensor of float32, bfloat16, float16 or float64 is allowed")
 
 
@@ -99,12 +115,11 @@ def check_inplace(q, k, **tables):
     if torch.compiler.is_compiling():  # no addresses yet; the op checks them when it runs
         return
     for name, x in (("q", q), ("k", k)):
-        if torch.is_grad_enabled() and x.requires_grad and x.is_leaf:
-            raise ValueError(f"{name} is a leaf that requires grad: with inplace=True it is not allowed to be")
+        _check_recorded(name, x)
         if x.is_inference() and not torch.is_inference_mode_enabled():
             raise ValueError(f"{name} is an inference tensor: with inplace=True only in inference mode allowed")
         extent = 1
-        for stride, n in sorted((s, n) for s, n in zip(x.stride(), x.shape) if n > 1):
+        for stride, n in sorted((s, n) for s, n in zip(x.stride(), x.shape) if n > 1 and x.numel()):
             if stride < extent:
                 raise ValueError(f"{name}.stride()={x.stride()} with inplace=True: entries of their own are allowed")
             extent += (n - 1) * stride
@@ -115,6 +130,11 @@ def check_inplace(q, k, **tables):
             raise ValueError(f"{name} shares memory with q or k: with inplace=True it is not allowed to")
 
 
+def _has_memory(x) -> bool:
+    plain = type(x) in (torch.Tensor, torch.nn.Parameter) and x.device.type in ("cpu", "cuda")
+    return plain and x.numel() > 0 and not x._is_zerotensor()
+
+
 def extent(x, below=None) -> int:
     """Entries from the first to the last, counting only axes whose stride is smaller than `below`."""
     return 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride()) if below is None or s < below)
@@ -122,7 +142,7 @@ def extent(x, below=None) -> int:
 
 def _meet(x, y) -> bool:
     """Whether the ranges of memory from first to last entry meet. (A tensor without memory, as on meta, has none.)"""
-    if x.device.type not in ("cpu", "cuda") or type(x) is not type(y) or not x.numel() or not y.numel():
+    if traced() or not (_has_memory(x) and _has_memory(y)):
         return False
     start_x, start_y = x.data_ptr(), y.data_ptr()
     return start_x < start_y + extent(y) * y.element_size() and start_y < start_x + extent(x) * x.element_size()
@@ -141,10 +161,14 @@ def _interleaved(q, k) -> bool:
     return False
 
 
-def choose(impl, implementations, q, k, tables) -> str:
-    """The implementation that serves the call; ValueError where the named one cannot, saying what would."""
+def check_impl(impl, implementations):
     if type(impl) is not str or (impl != "auto" and impl not in implementations):
         raise ValueError(f"impl={impl!r}: {', '.join(map(repr, [*implementations, 'auto']))} are allowed")
+
+
+def choose(impl, implementations, q, k, tables) -> str:
+    """The implementation that serves the call; ValueError where the named one cannot, saying what would."""
+    check_impl(impl, implementations)
     if impl == "eager" or (impl == "auto" and torch.compiler.is_compiling()):  # what no operator serves is traced
         return "eager"
     fast = "numba" if q.device.type == "cpu" else "triton"
@@ -184,7 +208,15 @@ def is_plain(x) -> bool:
 
 
 def traced() -> bool:
-    """Whether a dispatch mode, vmap, grad or forward-mode differentiation looks on."""
+    """Whether a dispatch mode, vmap, grad, forward-mode differentiation or torch.jit.trace looks on."""
     if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
         return True
-    return torch.autograd.forward_ad._current_level >= 0
+    return torch._C._get_tracing_state() is not None or torch.autograd.forward_ad._current_level >= 0
+
+
+def transformed() -> bool:
+    """`traced` for torch.compile, which calls this while it traces and takes the answer for a constant."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0
+
+
+transformed._dynamo_marked_constant = True  # torch.compiler.assume_constant_result, which imports half of torch

@@ -21,4 +21,4 @@ def _rotate(x, cos, sin):
     compute = torch.promote_types(x.dtype, torch.float32)
     cos, sin = (table[:, :half].to(compute).unsqueeze(-2) for table in (cos, sin))
     x1, x2 = x.to(compute).split(half, dim=-1)
-    return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1).to(x.dtype)
+    return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1).to(x.dtype).contiguous()

@@ -52,6 +52,7 @@ def call(q, k, a, b, inplace, from_pos, impl):
     views from torch.compile (seen with torch 2.13, dynamic shapes and inductor: both at q's offset).
     """
     y_q, y_k = rotary_qk(q, k, a, b, from_pos, impl, False)
+    y_q, y_k = (y if x.requires_grad else y.detach() for x, y in ((q, y_q), (k, y_k)))  # as without torch.compile
     return (q.copy_(y_q), k.copy_(y_k)) if inplace else (y_q, y_k)
 
 

@@ -28,7 +28,10 @@ def rotate(q, k, a, b, inplace, from_pos, max_position=None):
         return None
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or a.requires_grad or b.requires_grad):
         return None
-    plan = _plans.get(_key(q, k, a, b, inplace, from_pos))
+    try:
+        plan = _plans.get(_key(q, k, a, b, inplace, from_pos))
+    except RuntimeError:  # no strides: a sparse or nested tensor, which the checks refuse
+        return None
     if plan is None or not (max_position is None or (type(max_position) is int and 0 <= max_position < b.shape[1])):
         return None
     if q.is_neg() or k.is_neg() or a.is_neg() or b.is_neg():  # memory holds the negative
@@ -47,7 +50,14 @@ def prepare(q, k, yq, yk, a, b, inplace, from_pos, launched):
 
     addresses = [x.data_ptr() for x in (q, k, yq, yk, a, b)]
     plain = q.is_cuda and all(type(x) is torch.Tensor for x in (q, k, a, b))
-    if launched is None or not plain or any(p % 16 for p in addresses) or not triton.__version__.startswith(TRITON):
+    # The interpreter, or a hook of Triton's, may have launched without a compiled kernel.
+    if (
+        launched is None
+        or launched[0] is None
+        or not plain
+        or any(p % 16 for p in addresses)
+        or not triton.__version__.startswith(TRITON)
+    ):
         return
     _keep(_key(q, k, a, b, inplace, from_pos), _Plan(q, k, a, b, inplace, from_pos, launched))
 
@@ -57,15 +67,16 @@ def prepare_packed(qkv, a, b, from_pos):
     if not (type(qkv) is torch.Tensor and qkv.is_cuda):
         return
     plan = _plans.get(_key(qkv[:, 0], qkv[:, 1], a, b, True, from_pos))
-    if plan:
+    if plan and plan.apart == qkv.stride(1) * qkv.element_size():  # not that of some other q and k with such strides
         plan = copy.copy(plan)
         plan.packed = True
         _keep(_key(qkv, qkv, a, b, PACKED, from_pos), plan)
 
 
 def _keep(key, plan):
-    while len(_plans) >= MAX_PLANS:
-        _plans.pop(next(iter(_plans)), None)
+    if key not in _plans:
+        for oldest in list(_plans)[: max(0, len(_plans) - MAX_PLANS + 1)]:
+            _plans.pop(oldest, None)
     _plans[key] = plan
 
 

@@ -222,6 +222,8 @@ def launch(q, k, yq, yk, cos, sin, pos=None, *, inplace, backward, layout=None):
     B, HK = (batch[0] if batch else 1), (0 if k is None else k.shape[-2])
     if B * S * (HQ + HK) == 0:
         return None
+    if B > 1 and B * S >= 2**31:
+        raise ValueError(f"q.shape={tuple(q.shape)}: fewer than 2^31 tokens in all are allowed in a batch")
     if HQ == 0:  # only k has heads: it takes q's place
         launch(k, None, yk, None, cos, sin, pos, inplace=inplace, backward=backward)
         return None
