@@ -100,3 +100,15 @@ def test_a_bad_grid_stops_the_notebook_before_a_row_is_written(tmp_path, monkeyp
     with pytest.raises(pm.PapermillExecutionError, match="multiples of spatial_merge_size"):
         execute(NOTEBOOKS[1], tmp_path, monkeypatch, grids=[[1, 7, 8]])
     assert not list(tmp_path.glob("data/results/*/*.csv"))
+
+
+def test_the_rotary_in_two_parts_of_one_run(tmp_path, monkeypatch):
+    notebook = next(path for path in NOTEBOOKS if path.stem.startswith("1_"))
+    execute(notebook, tmp_path, monkeypatch, part="backward")
+    (csv,) = tmp_path.glob("data/results/cpu-*/1_fused_qk_rotary.csv")
+    first = read_rows(csv)
+    assert set(first.direction) == {"bwd"} and not list(tmp_path.glob("figures/*/*-latency.svg"))
+    execute(notebook, tmp_path, monkeypatch, part="forward", run_id=first.run_id[0])
+    both = read_rows(csv)
+    assert set(both.direction) == {"bwd", "fwd"} and both.run_id.nunique() == 1
+    assert list(tmp_path.glob("figures/*/*-latency.svg")) and list(tmp_path.glob("figures/*/*-backward.svg"))

@@ -112,6 +112,20 @@ def test_two_runs_share_a_file(run, tmp_path):
     assert again.env_id == run.env_id and again.code_hash == run.code_hash
 
 
+def test_a_run_goes_on(run, tmp_path, monkeypatch):
+    run.add(ROW)
+    again = Run("2_rot_pos_ids", "cpu", tmp_path, run.run_id)
+    again.add({**ROW, "case": "later"})
+    assert run.frame().case.tolist() == again.frame().case.tolist() == [ROW["case"], "later"]
+    before = run.results.read_bytes()
+    with pytest.raises(ValueError, match="run_id='nobody'.*no such run"):
+        Run("2_rot_pos_ids", "cpu", tmp_path, "nobody")
+    monkeypatch.setattr("vitkit.lab.results.code_hash", lambda notebook: "other")
+    with pytest.raises(ValueError, match="has code_hash=.*'other', is allowed"):
+        Run("2_rot_pos_ids", "cpu", tmp_path, run.run_id)
+    assert run.results.read_bytes() == before
+
+
 def test_finish_says_what_was_written_and_what_is_wrong(run, capsys):
     good = {**ROW, "correct": True, "median_us": 1.0}
     run.add([good, {**ROW, "impl": "liger", "error": "not capturable: it reads the device"}])

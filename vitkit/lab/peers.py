@@ -61,6 +61,8 @@ class Backward:
     of its own, after a first call there. What is kept goes with this object.
     """
 
+    keeps = True  # something for each set of inputs
+
     def __init__(self, forward):
         self.forward, self.graphs = forward, {}
 

@@ -66,10 +66,11 @@ class Run:
 
     notebook: its stem, such as 2_rot_pos_ids. device: as `env.resolve_device` takes it. out: the folder for data/ and
     figures/; "" is the repository. What could make the first write fail (a folder that cannot be written, a file of
-    another layout) is a ValueError here, before anything is measured.
+    another layout) is a ValueError here, before anything is measured. run_id: that of an earlier run of the same code
+    on the same machine, to go on with it; "" begins a new one.
     """
 
-    def __init__(self, notebook: str, device="auto", out=""):
+    def __init__(self, notebook: str, device="auto", out="", run_id=""):
         if not re.fullmatch(r"\w[\w-]*", str(notebook)):
             raise ValueError(f"notebook={notebook!r}: letters, digits, _ and - are allowed")
         self.device = env.resolve_device(device)
@@ -85,10 +86,12 @@ class Run:
             _check_header(path, columns)
         now = time.gmtime()
         self.utc = time.strftime("%Y-%m-%dT%H:%M:%SZ", now)
-        self.run_id = f"{time.strftime('%Y%m%dT%H%M%SZ', now)}-{secrets.token_hex(2)}"
         description = env.describe(self.device)
         self.env_id = env.env_id(description)
         self.code_hash = code_hash(notebook)
+        self.run_id = run_id or f"{time.strftime('%Y%m%dT%H%M%SZ', now)}-{secrets.token_hex(2)}"
+        if run_id:
+            self._check_same(run_id)
         self._note(env.save_env(description, self.root))
 
     def add(self, rows) -> None:
@@ -164,6 +167,18 @@ class Run:
                 path, columns, [[_cell(name, {**row, **stamp}.get(name)) for name in columns] for row in rows]
             )
             self._note(path)
+
+    def _check_same(self, run_id):
+        """Refuses to go on with a run that there is not, or that was of other code or on another machine."""
+        rows = pd.concat([self.frame(), self.count_frame()])
+        if not len(rows):
+            raise ValueError(
+                f"run_id={run_id!r}: {self.results.name} has no such run; the id of one, or '', is allowed"
+            )
+        for name, mine in (("code_hash", self.code_hash), ("env_id", self.env_id)):
+            theirs = sorted(set(rows[name]))
+            if theirs != [mine]:
+                raise ValueError(f"run_id={run_id!r} has {name}={theirs}: only this one's, {mine!r}, is allowed")
 
     def _mine(self, path, columns):
         df = read_rows(path) if path.exists() else _typed(pd.DataFrame(columns=columns, dtype=object))

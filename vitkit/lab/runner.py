@@ -69,12 +69,12 @@ class Target:
         self.name, self.root = path.stem, Path(values.get("out") or root / scratch(values.get("size", "")))
         self.slug = device_slug(resolve_device(values.get("device", "auto")))
         self.csv = self.root / "data" / "results" / self.slug / f"{self.name}.csv"
-        self.before = {row["run_id"] for row in _rows(self.csv)}
+        self.before = len(_rows(self.csv))
         self.start = time.time()
 
     def new_rows(self) -> list[dict]:
-        """The rows of runs that were not there before."""
-        return [row for row in _rows(self.csv) if row["run_id"] not in self.before]
+        """The rows appended since; of an earlier run where it has been gone on with."""
+        return _rows(self.csv)[self.before :]
 
     def written(self, rows: list[dict]) -> list[Path]:
         """The files of this run: rows, environments, figures."""

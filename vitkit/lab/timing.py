@@ -11,6 +11,7 @@ once a round, in an order shuffled anew with a fixed seed, so that drifting cloc
 alike. Outputs are allocated inside every timed call and freed outside the time.
 """
 
+import gc
 import random
 import re
 import time
@@ -71,6 +72,7 @@ def measure(
         raise ValueError(f"clock={clock!r} on {device}: one of {', '.join(CLOCKS.get(device.type, ()))} is allowed")
     if not case.inputs or not case.calls:
         raise ValueError(f"case={case.case!r}: at least one call and one set of inputs is allowed")
+    gc.collect()
     rows = {impl: _first_call(case, impl, device) for impl in case.calls}
     samplers = {}
     for impl, row in rows.items():
