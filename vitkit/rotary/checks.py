@@ -80,7 +80,7 @@ def _check_recorded(name, x):
     if x.is_leaf or (x._is_view() and x._base.is_leaf and x._base.requires_grad):
         raise ValueError(f"{name} is a leaf that requires grad, or a view of one: in place it is not allowed to be")
     if x._is_view() and torch._C._autograd._get_creation_meta(x) != torch._C._autograd.CreationMeta.DEFAULT:
-        raise ValueError(f"{name} is one of several views of one call, such as unbind: in place a slice is allowed")
+        raise ValueError(f"{name} is a view that autograd lets nobody write, such as one of unbind: a slice is allowed")
 
 
 def _check_floating(name, x):

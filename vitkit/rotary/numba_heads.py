@@ -133,6 +133,20 @@ def rotate_head(typingctx, kind, half, x, out, cos, sin):
     return types.void(kind, types.int64, types.int64, types.int64, types.int64, types.int64), codegen
 
 
+@intrinsic
+def prefetch(typingctx, address):
+    """Asks for the cache line at an address, which need not be one that can be read: nothing else happens."""
+
+    def codegen(context, builder, signature, args):
+        pointer, i32 = builder.inttoptr(args[0], ir.IntType(8).as_pointer()), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [pointer.type, i32, i32, i32])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+        builder.call(function, [pointer, i32(0), i32(3), i32(1)])  # to read, soon used again, data
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
 @intrinsic(prefer_literal=True)
 def widen(typingctx, kind, count, source, target):
     """`count` values of a 16-bit kind at one address to float32 at another."""

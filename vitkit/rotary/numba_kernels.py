@@ -23,12 +23,14 @@ import torch
 from numba import njit
 
 from .._numba import global_compiler_lock
-from .numba_heads import BFLOAT16, FLOAT32, KINDS, rotate_head, widen
+from .numba_heads import BFLOAT16, FLOAT32, KINDS, prefetch, rotate_head, widen
 
 # A thread for each of these many bytes read and written; with less, handing them over costs more than it saves.
 _THREAD_BYTES = 1 << 20
 # Chunks a thread: more than one, so that a thread whose core is busy elsewhere is not waited for.
 _CHUNKS_PER_THREAD = 4
+# Tokens that are prefetched ahead: of 1 to 16, two and more are alike (bf16, a packed qkv in place: 12.8 ms to 8.2).
+_AHEAD = 2
 # Outputs from two huge pages on ask for huge pages.
 _HUGE_BYTES = 4 << 20
 
@@ -43,6 +45,7 @@ def _compile(kind, fp16):
     def rotate_rows(arguments, start, stop):
         tokens, half, table = arguments[0], arguments[1], arguments[2]
         cos, cos_stride, sin, sin_stride = arguments[3], arguments[4], arguments[5], arguments[6]
+        head = 2 * half * (4 if kind == FLOAT32 else 2)  # bytes
         scratch = np.empty(2 * half, np.float32)
         wide = np.int64(scratch.ctypes.data)
         for row in range(start, stop):
@@ -62,7 +65,12 @@ def _compile(kind, fp16):
                 a = arguments[7 + 9 * i_tensor :]
                 x = a[1] + i_batch * a[2] + i_token * a[3]
                 out = a[5] + i_batch * a[6] + i_token * a[7]
+                # Where tokens leave a gap, as v does in a packed qkv, the CPU's own prefetcher stops at each of them.
+                ahead = _AHEAD * a[3] if a[3] != a[0] * head else 0
                 for _ in range(a[0]):
+                    if ahead:
+                        for line in range(0, head, 64):
+                            prefetch(x + ahead + line)
                     rotate_head(kind, half, x, out, c, s)
                     x += a[4]
                     out += a[8]
