@@ -8,7 +8,8 @@ import pytest
 pm = pytest.importorskip("papermill")
 nbformat = pytest.importorskip("nbformat")
 
-from vitkit.lab.results import COLUMNS, code_hash, read_rows  # noqa: E402
+from vitkit.lab.results import code_hash  # noqa: E402
+from vitkit.lab.rows import COLUMNS, read_rows  # noqa: E402
 from vitkit.lab.tables import is_correct  # noqa: E402
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))

@@ -12,7 +12,8 @@ import pandas as pd
 import pytest
 
 from vitkit.lab import results
-from vitkit.lab.results import COLUMNS, COUNT_COLUMNS, SHARE, Run, newest, read_rows
+from vitkit.lab.results import SHARE, Run
+from vitkit.lab.rows import COLUMNS, COUNT_COLUMNS, newest, read_rows
 
 ROW = {"op": "rot_pos_ids", "impl": "numba", "case": "one", "correct": True, "grid_thw": [[1, 4, 6]], "n_tokens": 24}
 

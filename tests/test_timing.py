@@ -53,7 +53,7 @@ def test_a_row_has_what_was_measured_and_of_what():
     assert row["clock"] == "e2e" and row["cache"] == "warm" and row["direction"] == "fwd" and row["bytes"] == 32
     assert row["gbps"] == pytest.approx(32 / row["median_us"] / 1e3, abs=1e-3)
     assert row["grid_thw"] == [[1, 2, 2]] and row["params"] == {"B": 1} and row["n_tokens"] == 4
-    assert set(row) <= set(__import__("vitkit.lab.results", fromlist=["COLUMNS"]).COLUMNS)
+    assert set(row) <= set(__import__("vitkit.lab.rows", fromlist=["COLUMNS"]).COLUMNS)
     assert "gbps" not in measure(example({"mul": lambda x: x * 2}), "e2e", device="cpu", n=1)[0]
 
 

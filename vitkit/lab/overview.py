@@ -10,7 +10,7 @@ COLUMNS = ("op", "case", "tokens", "dtype", "clock", "best", "median", "speedup 
 
 
 def overview(name: str, rows: list[dict]) -> str:
-    """`rows` of one notebook's run, as `results.read_rows` types them: a headline, and a table of what was timed."""
+    """`rows` of one notebook's run, as `rows.read_rows` types them: a headline, and a table of what was timed."""
     bad = [row for row in rows if row["correct"] is not True or row["error"]]
     state = f"{len(bad)} NOT correct or failed" if bad else "all correct"
     if bad and all(row["impl"] in PEERS for row in bad):

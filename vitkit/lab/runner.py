@@ -86,7 +86,7 @@ class Target:
 
 
 def _rows(path: Path) -> list[dict]:
-    from vitkit.lab.results import read_rows
+    from vitkit.lab.rows import read_rows
 
     return read_rows(path).to_dict("records") if path.exists() and path.stat().st_size else []
 

@@ -106,10 +106,7 @@ def _call(q, k, a, b, inplace, from_pos, impl, max_position=None):
         out = prepared.rotate(q, k, a, b, inplace, from_pos, max_position)
         if out is not None:
             return out
-    if from_pos:
-        checks.check_call_from_pos(q, k, a, b, inplace, max_position)
-    else:
-        checks.check_call(q, k, a, b, inplace)
+    _check(q, k, a, b, inplace, from_pos, max_position)
     if tracing and _is_operator(q, a, b, impl, from_pos):
         return ops.call(q, k, a, b, inplace, from_pos, impl)
     return _rotate(q, k, a, b, inplace, from_pos, impl)
@@ -128,10 +125,7 @@ def _call_packed(qkv, a, b, from_pos, impl, max_position=None):
             prepared.prepare_packed(qkv, a, b, from_pos)
         return qkv
     q, k = qkv.detach()[:, 0], qkv.detach()[:, 1]
-    if from_pos:
-        checks.check_call_from_pos(q, k, a, b, True, max_position)
-    else:
-        checks.check_call(q, k, a, b, True)
+    _check(q, k, a, b, True, from_pos, max_position)
     if tracing and _is_operator(q, a, b, impl, from_pos):
         ops.call_packed(qkv, a, b, from_pos, impl)
         return qkv
@@ -140,6 +134,13 @@ def _call_packed(qkv, a, b, from_pos, impl, max_position=None):
         _rotate(qkv[:, 0], qkv[:, 1], a, b, True, from_pos, impl)
         return qkv
     return RotatePacked.apply(qkv, a, b, _ways(from_pos), impl, False)
+
+
+def _check(q, k, a, b, inplace, from_pos, max_position):
+    if from_pos:
+        checks.check_call_from_pos(q, k, a, b, inplace, max_position)
+    else:
+        checks.check_call(q, k, a, b, inplace)
 
 
 def _is_operator(q, a, b, impl, from_pos) -> bool:

@@ -8,9 +8,9 @@ Work is cut into chunks: VEC neighbouring entries of the first half of a head an
 in the second half, so a lane needs nobody else's data and rotates in place. VEC is the widest that gives accesses of
 at most 16 bytes and divides D/2, every stride and every address.
 
-The heads of q and of k of a token are numbered in a row. Each group of 32 lanes takes whole heads (6 of them at D = 80,
-30 lanes): in place, a cache line that one group writes while another still reads from it costs more than the lanes
-that idle (H200, D = 80, share of a copy's bandwidth: 0.83 with chunks handed out one after another, 0.94 so).
+The heads of q and of k of a token are numbered in a row. Each group of 32 lanes takes whole heads (4 or 6 of them at
+D = 80, 20 or 30 lanes): in place, a cache line that one group writes while another still reads from it costs more than
+the lanes that idle (H200, D = 80, share of a copy's bandwidth: 0.83 with chunks handed out one after another, 0.94 so).
 
 Bytes at D = 80, H = 16, bf16: 2 * 2 * 16 * 80 * 2 = 10240 a token for q and k, 2 * 40 * 4 = 320 for cos and sin in
 fp32, or 8 for a position in int32.
@@ -40,15 +40,23 @@ class Layout(NamedTuple):
     warps: int
 
 
-# Where the rule below is not the fastest in place on an H200, by bytes of a chunk, chunks a head, bytes of an entry of
-# cos (0: from positions). Mostly it is where a group's heads are whole cache lines.
-_IN_PLACE = {
-    (16, 5, 4): Layout(False, 1, 20, 4, 4),  # D = 80: 4 heads are 5 lines
-    (16, 6, 4): Layout(False, 1, 24, 4, 4),  # D = 96: 4 heads are 6 lines
-    (16, 6, 0): Layout(False, 1, 24, 4, 4),
-    (8, 9, 4): Layout(False, 2, 27, 6, 4),  # D = 72
-    (8, 9, 2): Layout(True, 4, 24, 8, 4),  # 8 heads are 9 lines
-    (8, 9, 0): Layout(True, 4, 24, 8, 4),
+# Where the rule below is not the fastest on an H200, by whether in place, bytes of a chunk, chunks a head, bytes of an
+# entry of cos (0: from positions). Mostly it is where a program's heads are whole cache lines.
+_MEASURED = {
+    (False, 16, 5, 4): Layout(True, 1, 20, 4, 1),  # D = 80: 4 heads are 5 lines
+    (False, 16, 5, 0): Layout(True, 1, 30, 6, 1),
+    (True, 16, 5, 4): Layout(False, 1, 20, 4, 4),
+    (True, 16, 5, 2): Layout(False, 1, 20, 4, 4),
+    (False, 16, 6, 4): Layout(False, 1, 24, 4, 4),  # D = 96: 4 heads are 6 lines
+    (False, 16, 6, 2): Layout(False, 1, 24, 4, 4),
+    (True, 16, 6, 4): Layout(False, 1, 24, 4, 4),
+    (True, 16, 6, 2): Layout(False, 1, 24, 4, 4),
+    (True, 16, 6, 0): Layout(False, 1, 24, 4, 4),
+    (False, 8, 9, 4): Layout(True, 1, 18, 2, 4),  # D = 72: 8 heads are 9 lines
+    (False, 8, 9, 2): Layout(True, 1, 18, 2, 4),
+    (True, 8, 9, 4): Layout(False, 2, 27, 6, 4),
+    (True, 8, 9, 2): Layout(True, 1, 18, 2, 4),
+    (True, 8, 9, 0): Layout(True, 4, 24, 8, 4),
 }
 
 
@@ -59,7 +67,7 @@ def layout_for(half, vec, itemsize, equal_heads, inplace, table_itemsize) -> Lay
     they take q and k together where these have as many heads.
     """
     n = half // vec
-    measured = _IN_PLACE.get((vec * itemsize, n, table_itemsize)) if inplace else None
+    measured = _MEASURED.get((inplace, vec * itemsize, n, table_itemsize))
     if measured and (equal_heads or not measured.pair):
         return measured
     narrow = vec * itemsize < 16
