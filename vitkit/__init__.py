@@ -2,6 +2,7 @@
 
 from .geometry import Geometry
 from .indices import CuSeqlens, WindowIndex, cu_seqlens, rot_pos_ids, window_index
+from .plan import VisionPlan
 from .rotary import (
     apply_rotary_qk,
     apply_rotary_qk_from_pos,
@@ -14,6 +15,7 @@ from .rotary import (
 __all__ = [
     "CuSeqlens",
     "Geometry",
+    "VisionPlan",
     "WindowIndex",
     "apply_rotary_qk",
     "apply_rotary_qk_from_pos",

@@ -1,4 +1,4 @@
-"""python -m vitkit: `run` executes the notebooks, `rotary` is the published rotary benchmark.
+"""python -m vitkit: `run` executes the notebooks, `rotary` is the published rotary benchmark, `tune` measures `auto`.
 
 What cannot be done is refused in one line on stderr with exit status 2, before anything is started.
 """
@@ -11,6 +11,7 @@ USAGE = """usage: python -m vitkit COMMAND ...
 
   run      execute the notebooks, then print what was measured and where it lies
   rotary   the published rotary benchmark: q and k in two launches or in one
+  tune     measures on this device which way of building index tensors is the faster one, for impl="auto"
 
 python -m vitkit COMMAND --help tells a command's options."""
 
@@ -102,6 +103,30 @@ def rotary(argv: list[str]) -> int:
         return refuse("vitkit rotary", f"these sizes do not fit: {str(error).splitlines()[0]}")
 
 
+def tune(argv: list[str]) -> int:
+    """Times both ways of each op over a ladder of batches and stores from how many patches on the second is faster.
+
+    On a GPU the ways are numba and triton, on a CPU numba and torch with the given number of threads. What is stored
+    counts for this device, driver and versions; impl="auto" follows it from the next process on.
+    """
+    parser = Parser(prog="vitkit tune", description=tune.__doc__)
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:<n>")
+    parser.add_argument("--threads", type=count, default=0, help="torch's threads on a CPU (default: its own number)")
+    args = parser.parse_args(argv)
+    try:
+        from vitkit.lab import tune as tuner
+        from vitkit.lab.cases import set_threads
+        from vitkit.lab.env import resolve_device
+
+        set_threads(args.threads)
+        tuner.run(resolve_device(args.device))
+    except (ValueError, OSError) as error:
+        return refuse("vitkit tune", error)
+    except ModuleNotFoundError as error:
+        return refuse("vitkit tune", f"{error.name} is not installed; pip install -r requirements.txt")
+    return 0
+
+
 def count(text: str) -> int:
     return _integer(text, least=0)
 
@@ -127,4 +152,4 @@ def _integer(text: str, least: int) -> int:
     return value
 
 
-COMMANDS = {"run": run, "rotary": rotary}
+COMMANDS = {"run": run, "rotary": rotary, "tune": tune}

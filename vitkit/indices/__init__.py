@@ -23,7 +23,7 @@ from importlib.util import find_spec
 import torch
 
 from .. import geometry as geo
-from .. import reference
+from .. import reference, tuned
 
 
 @dataclass(eq=False)
@@ -68,6 +68,7 @@ class WindowIndex(CuSeqlens):
 _CPU = torch.device("cpu")
 _module = cache(lambda name: import_module(f"{__name__}.{name}"))
 _installed = cache(lambda name: find_spec(name) is not None)
+_gpus = cache(lambda: torch.cuda.device_count() if torch.cuda.is_available() else 0)
 
 
 def _way(module, function):
@@ -112,10 +113,6 @@ IMPLEMENTATIONS = {
     )
 }
 
-# On a GPU a Triton launch costs about the same at any size, and numba's loop and upload grow with it. Patches from
-# which triton was the faster one on an H200; cu_seqlens are too few to get there.
-TRITON_FROM_PATCHES = {"rot_pos_ids": 15_000, "window_index": 110_000, "cu_seqlens": geo.MAX_PATCHES}
-
 
 def _device(device) -> torch.device:
     if type(device) is str and device == "cpu":
@@ -126,22 +123,28 @@ def _device(device) -> torch.device:
         raise ValueError(f"device={device!r}: a torch device such as 'cpu' or 'cuda:0' is allowed ({e})") from None
     if out.type == "cpu":
         return _CPU
-    if out.type == "cuda" and not torch.cuda.is_available():
+    if out.type != "cuda":
+        return out
+    if not _gpus():
         raise ValueError(f"device={device!r}: torch sees no GPU here; 'cpu' is allowed")
-    if out.type == "cuda" and (out.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device={device!r}: torch sees {torch.cuda.device_count()} GPUs, counted from 0")
-    return torch.device("cuda", torch.cuda.current_device()) if out.type == "cuda" and out.index is None else out
+    if out.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    if out.index >= _gpus():
+        raise ValueError(f"device={device!r}: torch sees {_gpus()} GPUs, counted from 0")
+    return out
 
 
 def _choose(op: str, impl: str, grid, device: torch.device):
     ways = IMPLEMENTATIONS[op]
     if type(impl) is str and impl == "auto":
         impl = "numba" if _installed("numba") and device.type in ("cpu", "cuda") else "torch"
+        big = {"cuda": "triton", "cpu": "torch"}.get(device.type)
         if torch.compiler.is_compiling():
             impl = "torch"  # which torch.compile traces
-        elif device.type == "cuda" and _installed("triton"):
-            big = geo.num_patches(grid) >= TRITON_FROM_PATCHES[op]
-            impl = "triton" if big or impl == "torch" else impl
+        elif (big == "torch" or (big and _installed(big))) and (
+            impl == "torch" or geo.num_patches(grid) >= tuned.crossover(op, device)[0]
+        ):
+            impl = big
     if type(impl) is not str or impl not in ways:
         raise ValueError(f"impl={impl!r}: {', '.join(map(repr, [*ways, 'auto']))} are allowed for {op}")
     if impl in ("numba", "triton") and not _installed(impl):
