@@ -16,6 +16,10 @@ STYLES = {
     "flash_attn_cat": ("#AA4499", ">"),
     "liger": ("#999933", "h"),
     "size_cache": ("#661100", "d"),
+    "size_cache_numpy": ("#8C3B2E", (5, 0, 0)),
+    "size_cache_cold": ("#B58A6C", (3, 1, 180)),
+    "transformers_cpu_grid": ("#F2A57C", (4, 0, 20)),
+    "auto": ("#EE3377", (7, 1, 0)),
     # Relatives of numba in greens, of triton in blues and violets.
     "numba_in_place": ("#66C2A5", (4, 0, 0)),
     "numba_from_pos": ("#1B7837", (5, 0, 180)),
