@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from test_indices import CASES, DEVICE, QWEN, same
 
 import vitkit
-from vitkit import Geometry, VisionPlan
+from vitkit import Geometry, VisionPlan, tuned
 from vitkit.plan import IMPLEMENTATIONS
 
 GEOMETRIES = [
@@ -151,8 +151,10 @@ def test_what_is_not_installed(monkeypatch):
     with pytest.raises(ValueError, match="numba is not installed"):
         VisionPlan.from_grid([[1, 8, 8]], QWEN, impl="numba")
     monkeypatch.setattr("vitkit.plan.host.has_numba", lambda: False)
+    tuned.forget()
     plan = VisionPlan.from_grid([[1, 8, 8], [3, 4, 12]], QWEN)
-    assert plan.impl == "torch" and "not installed" in plan.chosen_by
+    tuned.forget()
+    assert plan.impl == "torch" and plan.chosen_by == "auto: numba not installed"
     check(plan, [[1, 8, 8], [3, 4, 12]], QWEN, "cpu")
     monkeypatch.setattr("vitkit.plan._installed", lambda name: name == "triton")
     for grid in ([[1, 8, 8], [3, 4, 12]], [[1, 4, 4]], []):  # triton's table without numba

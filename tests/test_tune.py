@@ -13,9 +13,9 @@ from vitkit.lab import tune
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("VITKIT_CACHE", str(tmp_path / "cache"))
-    tuned._crossovers.cache_clear()
+    tuned.forget()
     yield tmp_path / "cache"
-    tuned._crossovers.cache_clear()
+    tuned.forget()
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("VITKIT_CACHE", str(tmp_path))
-    tuned._crossovers.cache_clear()
+    tuned.forget()
     yield tmp_path
-    tuned._crossovers.cache_clear()
+    tuned.forget()
 
 
 def test_defaults_and_the_folder(monkeypatch, tmp_path):

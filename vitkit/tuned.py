@@ -34,7 +34,16 @@ def crossover(op: str, device: torch.device) -> tuple[float, str]:
     return _crossovers(device, torch.get_num_threads() if device.type == "cpu" else 0)[op]
 
 
-@cache
+_caches = []
+
+
+def cached(function):
+    """`functools.cache`, forgotten when `save` changes what is measured."""
+    _caches.append(cache(function))
+    return _caches[-1]
+
+
+@cached
 def _crossovers(device, threads):
     measured = _read(file_of(device), describe(device))
     if measured is not None:
@@ -75,8 +84,14 @@ def save(device, crossovers: dict) -> Path:
     part = path.with_suffix(f".{os.getpid()}.part")
     part.write_text(json.dumps(content, indent=1) + "\n")
     os.replace(part, path)
-    _crossovers.cache_clear()
+    forget()
     return path
+
+
+def forget():
+    """Lets the next call look at the files again."""
+    for one in _caches:
+        one.cache_clear()
 
 
 def _read(path, key):

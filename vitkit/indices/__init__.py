@@ -68,7 +68,6 @@ class WindowIndex(CuSeqlens):
 _CPU = torch.device("cpu")
 _module = cache(lambda name: import_module(f"{__name__}.{name}"))
 _installed = cache(lambda name: find_spec(name) is not None)
-_gpus = cache(lambda: torch.cuda.device_count() if torch.cuda.is_available() else 0)
 
 
 def _way(module, function):
@@ -114,9 +113,13 @@ IMPLEMENTATIONS = {
 }
 
 
+_known_devices = {"cpu": _CPU}
+
+
 def _device(device) -> torch.device:
-    if type(device) is str and device == "cpu":
-        return _CPU
+    known = _known_devices.get(device) if type(device) is str or type(device) is torch.device else None
+    if known is not None:
+        return known
     try:
         out = torch.device(device)
     except (RuntimeError, TypeError) as e:
@@ -125,12 +128,14 @@ def _device(device) -> torch.device:
         return _CPU
     if out.type != "cuda":
         return out
-    if not _gpus():
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not gpus:
         raise ValueError(f"device={device!r}: torch sees no GPU here; 'cpu' is allowed")
     if out.index is None:
         return torch.device("cuda", torch.cuda.current_device())
-    if out.index >= _gpus():
-        raise ValueError(f"device={device!r}: torch sees {_gpus()} GPUs, counted from 0")
+    if out.index >= gpus:
+        raise ValueError(f"device={device!r}: torch sees {gpus} GPUs, counted from 0")
+    _known_devices[device] = _known_devices[out] = out
     return out
 
 

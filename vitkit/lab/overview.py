@@ -38,9 +38,10 @@ def duration(us: float) -> str:
 
 
 def _by_case(rows: list[dict]) -> list[list[dict]]:
-    """Correct, timed rows of the same inputs and clock, together."""
+    """Correct, timed rows of the same inputs and clock, together; special sections (params) only if alone."""
+    plain = [row for row in rows if '"section"' not in str(row["params"])]
     groups = {}
-    for row in rows:
+    for row in plain or rows:
         if row["correct"] is True and row["median_us"] > 0 and row["impl"] not in LIMITS:  # NaN: not timed
             same = ("op", "direction", "dtype", "clock", "cache", "case", "grid_thw", "params")
             groups.setdefault(tuple(row[key] for key in same), []).append(row)
@@ -70,7 +71,8 @@ def _line(group: list[dict]) -> tuple[str, ...]:
     gain = f"{medians[base] / float(best['median_us']):.2f}x {base}" if base and base != best["impl"] else "-"
     time = duration(best["median_us"])
     tokens = f"{_tokens(best):,}"
-    return best["op"], best["case"], tokens, best["dtype"], best["clock"], best["impl"], time, gain
+    op = f"{best['op']}, backward" if best["direction"] == "bwd" else best["op"]
+    return op, best["case"], tokens, best["dtype"], best["clock"], best["impl"], time, gain
 
 
 def _tokens(row: dict) -> int:

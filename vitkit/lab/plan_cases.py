@@ -19,7 +19,7 @@ from .timing import Case
 
 OP = "VisionPlan.from_grid"
 READY = ("window_index", "reverse_index", "cu_seqlens", "cu_window_seqlens", "window_pos_ids")
-REFERENCE_IMAGES = 100  # the plain way is not timed on more images: it takes long and says nothing new
+PLAIN_IMAGES = 100  # reference and torch are not timed on more images: they take long and say nothing new
 COS_SIN_ERROR = 1e-6  # absolute
 
 
@@ -38,7 +38,8 @@ def plan_case(name, grid, geometry, device, *, threads) -> Case:
     """
     device = torch.device(device)
     triton = bool(find_spec("triton")) and device.type == "cuda"
-    serves = {"numba": bool(find_spec("numba")), "triton": triton, "reference": len(grid) <= REFERENCE_IMAGES}
+    few = len(grid) <= PLAIN_IMAGES
+    serves = {"numba": bool(find_spec("numba")), "triton": triton, "reference": few, "torch": few}
     ways = [*(way for way in IMPLEMENTATIONS if serves.get(way, True)), "auto"]
     calls = {way: partial(_plan, geometry, str(device), way) for way in ways}
     calls |= plan_peers(geometry, device)

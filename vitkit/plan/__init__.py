@@ -36,7 +36,7 @@ class VisionPlan:
     __hash__ = None
     __slots__ = (
         "geometry", "device", "impl", "chosen_by", "num_images", "num_tokens", "max_seqlen", "max_window_seqlen",
-        "max_position", "_grid", "_counts", "_parts", "_buffer", "_views", "_image_ids",
+        "max_position", "_grid", "_counts", "_buffer", "_views", "_image_ids",
     )  # fmt: skip
 
     @staticmethod
@@ -48,18 +48,19 @@ class VisionPlan:
         """
         grid, counts = host.read_grid(grid_thw, geometry)
         device = _device(device)
-        impl, chosen_by = _choose(impl, counts.patches, device)
+        impl, chosen_by = _choose(impl, counts[0], device)
         plan = VisionPlan.__new__(VisionPlan)
         plan._set(grid, counts, geometry, device, impl, chosen_by)
-        m = geometry.spatial_merge_size
-        plan._parts = parts = host.Parts.of(counts.patches, counts.frames, counts.windows, m)
-        if impl == "triton" and counts.patches:
-            buffer = torch.empty(sum(parts), dtype=torch.int32, device=device)
+        m, (patches, frames, windows, *_) = geometry.spatial_merge_size, counts
+        entries = 2 * (patches + patches // (m * m)) + frames + windows + 2
+        entries += entries % 2
+        on_gpu = device.type == "cuda"
+        if impl == "triton" and patches:
+            buffer = torch.empty(entries, dtype=torch.int32, device=device)
             table = upload_table(grid, geometry, device)
-            _triton().launch(table, buffer, *counts[:3], m, geometry.window)
+            _triton().launch(table, buffer, patches, frames, windows, m, geometry.window)
         else:
-            on_gpu = device.type == "cuda"
-            buffer = torch.empty(sum(parts), dtype=torch.int32, pin_memory=on_gpu)
+            buffer = torch.empty(entries, dtype=torch.int32, pin_memory=on_gpu)
             host.fill("torch" if impl == "triton" else impl, grid, geometry, counts, buffer)
             if on_gpu:
                 buffer = buffer.to(device, non_blocking=True)
@@ -76,12 +77,15 @@ class VisionPlan:
     def _set(self, grid, counts, geometry, device, impl, chosen_by):
         self.geometry, self.device, self.impl, self.chosen_by = geometry, device, impl, chosen_by
         self._grid, self._counts, self._views, self._image_ids = grid, counts, None, None
-        self.num_images, self.num_tokens = len(grid), counts.patches
+        self.num_images, self.num_tokens = len(grid), counts[0]
         self.max_seqlen, self.max_window_seqlen, self.max_position = counts[3:]
+
+    def _parts(self):
+        return host.cut(*self._counts[:3], self.geometry.spatial_merge_size)
 
     def _view(self, i):
         if self._views is None:
-            self._views = self._buffer.split_with_sizes(self._parts)
+            self._views = self._buffer.split_with_sizes(self._parts())
         return self._views[i]
 
     @property
@@ -93,9 +97,7 @@ class VisionPlan:
     def rot_pos_ids(self) -> torch.Tensor:
         """int32 (N, 2): row and column of every patch, in image order: gathered on the device when first asked for."""
         if self._image_ids is None:
-            if self._parts.image_ids:
-                self._image_ids = self._view(6).view(-1, 2)
-            elif not self.geometry.window:
+            if not self.geometry.window:
                 self._image_ids = self.window_pos_ids
             else:
                 units = self._view(0).view(len(self.reverse_index), -1) if self.num_tokens else self.window_pos_ids
@@ -153,7 +155,7 @@ class VisionPlan:
     def __eq__(self, other):
         if not isinstance(other, VisionPlan):
             return NotImplemented
-        same = self.geometry == other.geometry and self._parts == other._parts
+        same = self.geometry == other.geometry and self._parts() == other._parts()
         return same and self._grid.tolist() == other._grid.tolist()
 
     def __reduce__(self):
@@ -164,7 +166,7 @@ class VisionPlan:
         return _restore, (self._grid, self.geometry, self._buffer, self.impl, self.chosen_by)
 
     def __repr__(self):
-        c = self._counts
+        c = host.Counts(*self._counts)
         size = f"{self.num_images:,} images or clips, {c.patches:,} patches, {c.frames:,} frames"
         size += f", {c.windows:,} windows" if self.geometry.window else ", no windows"
         place = f"{self.device}, {self._buffer.numel() * 4:,} bytes"
@@ -176,7 +178,6 @@ def _restore(grid, geometry, buffer, impl, chosen_by) -> VisionPlan:
     grid, counts = host.read_grid(grid, geometry)
     plan = VisionPlan.__new__(VisionPlan)
     plan._set(grid, counts, geometry, buffer.device, impl, chosen_by)
-    plan._parts = host.Parts.of(counts.patches, counts.frames, counts.windows, geometry.spatial_merge_size)
     plan._buffer = buffer
     return plan
 
@@ -207,21 +208,25 @@ def _plain_table(grid, m, ws):
 def _choose(impl, patches, device):
     """(way, why) for a batch of so many patches."""
     if type(impl) is str and impl == "auto":
-        threshold, source = tuned.crossover("VisionPlan", device)
-        small, big = ("numba", "triton") if device.type == "cuda" else ("numba", "torch")
-        first, second = (big, small) if patches >= threshold else (small, big)
-        for way in (first, second):
-            if IMPLEMENTATIONS[way] is None or _installed(IMPLEMENTATIONS[way]):
-                return way, f"auto: {source}" if way == first else f"auto: {first} is not installed"
-        return "torch", "auto: neither numba nor triton is installed"
+        small, big, threshold = _auto(device, torch.get_num_threads() if device is _CPU else 0)
+        return big if patches >= threshold else small
     if type(impl) is not str or impl not in IMPLEMENTATIONS:
-        raise ValueError(
-            f"impl={impl!r}: {', '.join(map(repr, [*IMPLEMENTATIONS, 'auto']))} are allowed for a VisionPlan"
-        )
+        raise ValueError(f"impl={impl!r}: {', '.join(map(repr, [*IMPLEMENTATIONS, 'auto']))} are allowed for a plan")
     if IMPLEMENTATIONS[impl] and not _installed(IMPLEMENTATIONS[impl]):
         raise ValueError(f"impl={impl!r}: {impl} is not installed; 'torch', 'reference' or 'auto' would serve")
     if impl == "triton" and device.type != "cuda" and not (device is _CPU and _triton().INTERPRETED):
-        raise ValueError(
-            f"impl='triton' with device='{device}': it serves GPUs; 'numba', 'torch' or 'auto' would serve"
-        )
+        raise ValueError(f"impl='triton' with device='{device}': it serves GPUs; 'numba', 'torch', 'auto' would serve")
     return impl, "asked for"
+
+
+@tuned.cached
+def _auto(device, threads):
+    """What "auto" takes: (way, why) below and from a number of patches, and that number. threads: torch's on a CPU."""
+    threshold, source = tuned.crossover("VisionPlan", device)
+    small, big = "numba", "triton" if device.type == "cuda" else "torch"
+    there = [way for way in (small, big) if not IMPLEMENTATIONS[way] or _installed(IMPLEMENTATIONS[way])]
+    if len(there) == 2:
+        return (small, f"auto: {source}"), (big, f"auto: {source}"), threshold
+    missing = " and ".join(way for way in (small, big) if way not in there)
+    only = (there or ["torch"])[0], f"auto: {missing} not installed"
+    return only, only, threshold

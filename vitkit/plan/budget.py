@@ -42,8 +42,8 @@ class BudgetPlan(VisionPlan):
         self._set(empty, counts, geometry, device, "numba" if host.has_numba() else "torch", "for a budget")
         self.max_seqlen, self.max_position = tokens, tokens // m - 1
         self.max_window_seqlen = min((ws * m) ** 2, tokens) if ws else tokens
-        self._parts = host.Parts.of(tokens, frames, windows, m, image_ids=True)
-        self._buffer = torch.zeros(sum(self._parts), dtype=torch.int32, device=device)
+        self._buffer = torch.zeros(sum(self._parts()), dtype=torch.int32, device=device)
+        self._image_ids = self._view(6).view(-1, 2)
         self._graph = self._table = None
         if device.type == "cuda":
             if not _installed("triton"):
@@ -59,10 +59,14 @@ class BudgetPlan(VisionPlan):
                     self._launch()
         self.replay()
 
+    def _parts(self):
+        b = self.budget
+        return host.cut(b["tokens"], b["frames"], b["windows"], self.geometry.spatial_merge_size, image_ids=True)
+
     def update(self, grid_thw) -> "BudgetPlan":
         """Makes `grid_thw` the batch that the next `replay` fills in. A batch beyond the budget is a ValueError."""
         grid, counts = host.read_grid(grid_thw, self.geometry)
-        needs = {"tokens": counts.patches, "images": len(grid), "frames": counts.frames, "windows": counts.windows}
+        needs = dict(zip(("tokens", "frames", "windows"), counts), images=len(grid))
         for name, value in needs.items():
             if value > self.budget[name]:
                 raise ValueError(
@@ -70,7 +74,7 @@ class BudgetPlan(VisionPlan):
                 )
         if self._table is not None:
             upload_table(grid, self.geometry, self.device, self._table)
-        self._grid, self._counts, self.num_images, self.num_tokens = grid, counts, len(grid), counts.patches
+        self._grid, self._counts, self.num_images, self.num_tokens = grid, counts, len(grid), counts[0]
         return self
 
     def replay(self) -> "BudgetPlan":

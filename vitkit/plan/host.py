@@ -34,13 +34,14 @@ class Counts(NamedTuple):
     max_position: int
 
 
-def read_grid(grid_thw, geometry) -> tuple[np.ndarray, Counts]:
-    """`grid_thw` checked, as int64 (G, 3) of its own, and its counts. Microseconds with numba, if it is plain."""
+def read_grid(grid_thw, geometry) -> tuple[np.ndarray, tuple]:
+    """`grid_thw` checked, as int64 (G, 3) of its own, and its `Counts` (as a plain tuple). Microseconds with numba,
+    if the grid is a tensor or an array of int64 or a list of plain ints."""
     grid = _plain(grid_thw) if has_numba() and type(geometry) is geo.Geometry else None
     if grid is not None:
         counts = kernels().counts(grid, geometry.spatial_merge_size, min(geometry.window, 2**29))
         if counts[0] >= 0:
-            return grid, Counts(*counts)
+            return grid, counts
     rows = geo.check_grid_thw(grid_thw, geometry)  # says what is wrong, or reads what `_plain` does not
     side = geometry.window * geometry.spatial_merge_size
     longest = max((h * w for _, h, w in rows), default=0)
@@ -53,21 +54,33 @@ def read_grid(grid_thw, geometry) -> tuple[np.ndarray, Counts]:
 
 
 def _plain(grid_thw) -> np.ndarray | None:
-    """A copy as int64 (G, 3), or None where the types alone do not show that it is a table of integers."""
-    if type(grid_thw) is torch.Tensor:
+    """A copy as int64 (G, 3), or None where the types alone do not show that it is a table of integers.
+
+    This runs once a batch, with none of it in the CPU's caches: each call that it does not make is a microsecond.
+    """
+    kind = type(grid_thw)
+    if kind is torch.Tensor:
+        if grid_thw.dtype is not torch.int64 or grid_thw.is_cuda:
+            return None
         try:
             grid_thw = grid_thw.numpy()
-        except (RuntimeError, TypeError):  # not on the CPU, sparse, nested
+        except (RuntimeError, TypeError):  # sparse, nested, on another device
             return None
-    if type(grid_thw) is np.ndarray:
-        if grid_thw.ndim != 2 or grid_thw.shape[1] != 3 or grid_thw.dtype not in (np.int64, np.int32):
+    elif kind is np.ndarray:
+        if grid_thw.dtype != np.int64:
             return None
-        return grid_thw.astype(np.int64, order="C")
-    if type(grid_thw) is not list or not set(map(type, grid_thw)) <= {list, tuple}:
+    elif kind is list:
+        return _plain_list(grid_thw)
+    else:
         return None
-    if set(map(len, grid_thw)) != {3}:
+    shape = grid_thw.shape
+    return grid_thw.copy() if len(shape) == 2 and shape[1] == 3 else None
+
+
+def _plain_list(rows) -> np.ndarray | None:
+    if not set(map(type, rows)) <= {list, tuple} or set(map(len, rows)) != {3}:
         return None
-    flat = list(chain.from_iterable(grid_thw))
+    flat = list(chain.from_iterable(rows))
     if set(map(type, flat)) != {int}:  # no bool among them
         return None
     try:
@@ -76,29 +89,21 @@ def _plain(grid_thw) -> np.ndarray | None:
         return None
 
 
-class Parts(NamedTuple):
-    """Entries of the buffer's parts, int32. `pad` makes the number before the image ids even; they may be 0."""
+def cut(patches, frames, windows, m, image_ids=False) -> tuple[int, ...]:
+    """Entries of the buffer's parts, int32: ids, index, reverse, cu, cu_window, padding to an even number, image ids.
 
-    ids: int
-    index: int
-    reverse: int
-    cu: int
-    cu_window: int
-    pad: int
-    image_ids: int
-
-    @classmethod
-    def of(cls, patches, frames, windows, m, image_ids=False):
-        units = patches // (m * m)
-        pad = (frames + windows) % 2
-        return cls(2 * patches, units, units, frames + 1, windows + 1, pad, 2 * patches if image_ids else 0)
+    Positions are written as pairs of 8 bytes: image ids begin at an even entry, and the whole is even.
+    """
+    units, padding = patches // (m * m), (frames + windows) % 2
+    parts = 2 * patches, units, units, frames + 1, windows + 1, padding
+    return (*parts, 2 * patches) if image_ids else parts
 
 
 def fill(impl, grid, geometry, counts, buffer):
-    """Fills `buffer`, int32 on the CPU, cut as Parts.of(patches, frames, windows, m), by numba, torch or reference."""
+    """Fills `buffer`, int32 on the CPU and cut for these counts, by numba, torch or reference."""
     m, ws = geometry.spatial_merge_size, min(geometry.window, 2**29)
     if impl == "numba":
-        kernels().fill(grid, m, ws, buffer.numpy(), counts.patches, counts.frames, counts.windows)
+        kernels().fill(grid, m, ws, buffer.numpy(), *counts[:3])
         return
     rows = [tuple(row) for row in grid.tolist()]
     windows = indices.window_index(rows, geometry, impl=impl)

@@ -10,7 +10,7 @@ from .._numba import jit
 
 @jit
 def counts(grid, m, ws):
-    """(patches, frames, windows, longest frame in patches, largest window in patches, largest position).
+    """(patches, frames, windows, longest frame in patches, largest window in patches, largest position), see `Counts`.
 
     patches is -1 where a row is not allowed: t, h, w >= 1, h and w multiples of m, fewer than 2^31 patches in all.
     """
@@ -66,7 +66,7 @@ def fill_table(grid, m, ws, header, table):
 
 @jit
 def fill(grid, m, ws, buffer, patches, frames, windows):
-    """Writes the buffer (int32, an even number of entries) as `Parts` cuts it, for exactly these counts.
+    """Writes the buffer (int32, an even number of entries) as `host.cut` cuts it, for exactly these counts.
 
     Walks the windows of each image's first frame; its other frames, and an image of the size of the one before, are
     copies. Bytes written: 8 a patch, 8 a merged unit, 4 a window and a frame.
