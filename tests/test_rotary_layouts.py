@@ -47,9 +47,10 @@ def test_a_layout_without_room_is_refused():
 
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_a_group_holds_whole_heads(itemsize):
-    for half, inplace, table, equal in product(range(1, 140), (False, True), (0, 2, 4), (False, True)):
+    choices = product(range(1, 140), (False, True), (0, 2, 4), (False, True), (100, 10**6))
+    for half, inplace, table, equal, tokens in choices:
         vec = min(half & -half, 16 // itemsize)
-        layout = layout_for(half, vec, itemsize, equal, inplace, table)
+        layout = layout_for(half, vec, itemsize, equal, inplace, table, tokens)
         assert 1 <= layout.heads * (half // vec) <= layout.rows * layout.lanes and layout.lanes <= 32
         assert layout.rows & (layout.rows - 1) == 0 and (equal or not layout.pair)
 
@@ -61,7 +62,7 @@ def test_no_lane_idles_for_being_padded_to_a_power_of_two():
     """
     for D in (64, 72, 80, 96, 104, 112, 120, 128):
         vec = min((D // 2) & -(D // 2), 8)
-        layout = layout_for(D // 2, vec, 2, True, False, 0)
+        layout = layout_for(D // 2, vec, 2, True, False, 0, 10**6)
         assert layout.heads * (D // 2 // vec) / (32 * layout.rows) >= 0.8
 
 
@@ -72,10 +73,14 @@ from triton.compiler import ASTSource
 from vitkit.rotary.triton_kernels import _kernel, layout_for
 backend, arch, warp = sys.argv[1:]
 names = _kernel.arg_names
-for D, vec, table in ((64, 8, 8), (72, 4, 2), (80, 8, 4), (128, 8, 8)):
+seen = set()
+for D, vec, table, tokens in ((64, 8, 8, 9000), (72, 4, 2, 9000), (72, 4, 2, 90), (80, 8, 4, 9000), (80, 8, 4, 90)):
     for from_pos in (False, True):
         for inplace in (False, True):
-            layout = layout_for(D // 2, vec, 2, True, inplace, 0 if from_pos else 4)
+            layout = layout_for(D // 2, vec, 2, True, inplace, 0 if from_pos else 4, tokens)
+            if (D, from_pos, inplace, layout) in seen:
+                continue
+            seen.add((D, from_pos, inplace, layout))
             constants = dict(HQ=16, HK=16, HALF=D // 2, VEC=vec, TABLE_VEC=table if from_pos else vec, BATCHED=False)
             constants |= dict(FROM_POS=from_pos, INPLACE=inplace, BACKWARD=False)
             constants |= dict(zip(("PAIR", "ROWS", "LANES", "HEADS", "WARPS"), layout))

@@ -184,24 +184,25 @@ def _restore(grid, geometry, buffer, impl, chosen_by) -> VisionPlan:
 
 def upload_table(grid, geometry, device, out=None) -> torch.Tensor:
     """The table of `triton_kernels` for a checked grid, int32, copied to `device`, or into the beginning of `out`."""
-    size = _triton().HEADER + 5 * max(len(grid), 1)
+    header = _triton().HEADER
+    size = header + 5 * max(len(grid), 1)
     table = torch.empty(size, dtype=torch.int32, pin_memory=device.type == "cuda")
     m, ws = geometry.spatial_merge_size, min(geometry.window, 2**29)
     if host.has_numba():
-        host.kernels().fill_table(grid, m, ws, _triton().HEADER, table.numpy())
+        host.kernels().fill_table(grid, m, ws, header, table.numpy())
     else:
-        table.copy_(_plain_table(grid, m, ws))
+        table.copy_(_plain_table(grid, m, ws, header))
     return table.to(device, non_blocking=True) if out is None else out[:size].copy_(table, non_blocking=True)
 
 
-def _plain_table(grid, m, ws):
+def _plain_table(grid, m, ws, n_header):
     """As numba's `fill_table`, from the table that the single ops send up."""
     from ..indices.triton_kernels import _table
 
     rows, patches, frames, windows = _table([tuple(row) for row in grid.tolist()], m, ws)
     images = len(grid)
     header = [images, max(images - 1, 0).bit_length(), patches, frames, windows]
-    header += [0] * (_triton().HEADER - len(header))
+    header += [0] * (n_header - len(header))
     return torch.tensor(header + (rows or [m, m, 0, 0, 0]), dtype=torch.int32)
 
 

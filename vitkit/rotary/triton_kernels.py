@@ -58,16 +58,25 @@ _MEASURED = {
     (True, 8, 9, 2): Layout(True, 1, 18, 2, 4),
     (True, 8, 9, 0): Layout(True, 4, 24, 8, 4),
 }
+FEW = 4096  # tokens below which the launch is too short to fill the GPU: measured at 1296
+_MEASURED_FEW = {
+    (False, 16, 5, 0): Layout(True, 1, 20, 4, 2),
+    (True, 16, 5, 4): Layout(True, 1, 20, 4, 4),
+    (True, 16, 5, 0): Layout(True, 1, 30, 6, 1),
+    (False, 8, 9, 4): Layout(True, 1, 27, 3, 8),
+    (True, 8, 9, 4): Layout(True, 4, 18, 8, 4),
+}
 
 
-def layout_for(half, vec, itemsize, equal_heads, inplace, table_itemsize) -> Layout:
+def layout_for(half, vec, itemsize, equal_heads, inplace, table_itemsize, tokens) -> Layout:
     """The layout for heads of 2 * half entries of `itemsize` bytes in chunks of vec; table_itemsize 0: from positions.
 
     As few rows as keep 4 of 5 lanes busy. Lanes with narrow chunks move too little each to keep the memory busy, so
     they take q and k together where these have as many heads.
     """
     n = half // vec
-    measured = _MEASURED.get((inplace, vec * itemsize, n, table_itemsize))
+    key = (inplace, vec * itemsize, n, table_itemsize)
+    measured = (_MEASURED_FEW.get(key) if tokens < FEW else None) or _MEASURED.get(key)
     if measured and (equal_heads or not measured.pair):
         return measured
     narrow = vec * itemsize < 16
@@ -250,7 +259,8 @@ def launch(q, k, yq, yk, cos, sin, pos=None, *, inplace, backward, layout=None):
         table_vec = _common_power(vec, D // 4, *table)
         n_positions, pos_s = len(cos), pos.stride()
     if layout is None:
-        layout = layout_for(D // 2, vec, q.element_size(), HQ == HK, inplace, 0 if from_pos else cos.element_size())
+        table_itemsize = 0 if from_pos else cos.element_size()
+        layout = layout_for(D // 2, vec, q.element_size(), HQ == HK, inplace, table_itemsize, B * S)
     if layout.heads * (D // 2 // vec) > layout.rows * layout.lanes or (layout.pair and HQ != HK):
         allowed = f"room for its heads of {D // 2 // vec} chunks and, to pair, as many heads in q as in k"
         raise ValueError(f"layout={layout}: {allowed} is allowed")
