@@ -146,6 +146,11 @@ def test_other_bad_arguments():
             VisionPlan.from_grid([[1, 8, 8]], **{"geometry": QWEN, **arguments})
 
 
+def test_a_device_of_another_kind_gets_a_copy():
+    plan = VisionPlan.from_grid([[1, 8, 8]], QWEN, device="meta")
+    assert plan.window_index.device.type == "meta" and plan.rot_pos_ids.shape == (64, 2)
+
+
 def test_what_is_not_installed(monkeypatch):
     monkeypatch.setattr("vitkit.plan._installed", lambda name: False)
     with pytest.raises(ValueError, match="numba is not installed"):

@@ -31,6 +31,8 @@ DEFAULTS = {
 
 def crossover(op: str, device: torch.device) -> tuple[float, str]:
     """(patches from which the second way is the faster one, where the number comes from)."""
+    if device.type not in ("cpu", "cuda"):
+        return math.inf, f"default for {device.type}"
     return _crossovers(device, torch.get_num_threads() if device.type == "cpu" else 0)[op]
 
 

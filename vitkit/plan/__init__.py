@@ -54,15 +54,14 @@ class VisionPlan:
         m, (patches, frames, windows, *_) = geometry.spatial_merge_size, counts
         entries = 2 * (patches + patches // (m * m)) + frames + windows + 2
         entries += entries % 2
-        on_gpu = device.type == "cuda"
         if impl == "triton" and patches:
             buffer = torch.empty(entries, dtype=torch.int32, device=device)
             table = upload_table(grid, geometry, device)
             _triton().launch(table, buffer, patches, frames, windows, m, geometry.window)
         else:
-            buffer = torch.empty(entries, dtype=torch.int32, pin_memory=on_gpu)
+            buffer = torch.empty(entries, dtype=torch.int32, pin_memory=device.type == "cuda")
             host.fill("torch" if impl == "triton" else impl, grid, geometry, counts, buffer)
-            if on_gpu:
+            if device is not _CPU:
                 buffer = buffer.to(device, non_blocking=True)
         plan._buffer = buffer
         return plan

@@ -55,7 +55,7 @@ class BudgetPlan(VisionPlan):
                 self._launch()  # compiles: nothing of that may happen in a capture
                 torch.cuda.synchronize(device)
                 self._graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(self._graph):
+                with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):  # other threads may go on
                     self._launch()
         self.replay()
 

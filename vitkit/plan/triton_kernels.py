@@ -105,7 +105,7 @@ def _plan_kernel(
         tl.store(cu_window_ptr + o, tl.where(o < n_windows, start, n_patches), mask=o <= cap_windows)
     elif IMAGE_IDS:
         o = (i - b_image) * BLOCK + tl.arange(0, BLOCK)
-        n_before = cap_units * 2 + cap_frames + cap_windows + 2  # after the ids of the window order
+        n_before = cap_units.to(tl.int64) * 2 + cap_frames + cap_windows + 2  # after the ids of the window order
         image_ptr = index_ptr + (n_before + n_before % 2)
         _ids(image_ptr, o, cap_patches, n_patches, table_ptr, rows_ptr, n_images, n_steps, M, 0)
 
