@@ -110,8 +110,8 @@ def test_memory_stays_flat(impl):
 
     before = batches(2000)
     after = batches(18_000)
-    assert after[0] <= before[0] and after[1] <= before[1] + 2**21
-    assert after[2] <= before[2] + 2**24, (before[2], after[2])  # bytes
+    assert after[0] <= before[0] and after[1] <= before[1] + 2**21, (before, after)
+    assert after[2] <= before[2] + 2**24, (before, after)  # bytes
 
 
 def test_a_launch_within_the_callers_graph():
