@@ -13,6 +13,7 @@ from test_indices import CASES, DEVICE, QWEN, same
 
 import vitkit
 from vitkit import Geometry, VisionPlan, tuned
+from vitkit import plan as plan_module
 from vitkit.plan import IMPLEMENTATIONS
 
 GEOMETRIES = [
@@ -149,6 +150,26 @@ def test_other_bad_arguments():
 def test_a_device_of_another_kind_gets_a_copy():
     plan = VisionPlan.from_grid([[1, 8, 8]], QWEN, device="meta")
     assert plan.window_index.device.type == "meta" and plan.rot_pos_ids.shape == (64, 2)
+
+
+def test_plans_are_equal_by_grid_and_geometry():
+    plan = VisionPlan.from_grid([[1, 8, 16]], QWEN)
+    assert plan == VisionPlan.from_grid([[1, 8, 16]], QWEN, impl="torch")
+    assert plan != VisionPlan.from_grid([[1, 16, 8]], QWEN)  # the same counts
+    small = VisionPlan.from_grid([[1, 8, 8]], QWEN)
+    assert small != VisionPlan.from_grid([[1, 8, 8]], replace(QWEN, window_size=224))  # one window in both
+
+
+@pytest.mark.parametrize("grid", [[[2**30, 2**30, 2**30]], [[1, 2**30, 2**30]], [[2**30, 2, 2]], [[1, 2**31, 2]]])
+def test_more_patches_than_offsets_can_count(grid):
+    with pytest.raises(ValueError, match="grid_thw"):
+        VisionPlan.from_grid(grid, QWEN)
+
+
+def test_auto_takes_the_second_way_from_its_threshold_on(monkeypatch):
+    ways = ("first", "x"), ("second", "x"), 64
+    monkeypatch.setattr(plan_module, "_auto", lambda device, threads: ways)
+    assert [plan_module._choose("auto", n, torch.device("cpu"))[0] for n in (63, 64, 65)] == ["first", "second", "second"]
 
 
 def test_what_is_not_installed(monkeypatch):

@@ -78,3 +78,9 @@ def test_a_file_that_is_not_to_be_believed_is_ignored_with_one_warning(spoil):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         VisionPlan.from_grid([[1, 8, 8]], Geometry())
+
+
+def test_a_version_is_part_of_the_key(monkeypatch):
+    before = tuned.file_of(CPU)
+    monkeypatch.setattr(tuned, "_version", lambda name: "0")
+    assert tuned.file_of(CPU) != before
