@@ -2,6 +2,7 @@
 
 from .geometry import Geometry
 from .indices import CuSeqlens, WindowIndex, cu_seqlens, rot_pos_ids, window_index
+from .models import accelerate, accelerate_
 from .plan import VisionPlan
 from .rotary import (
     apply_rotary_qk,
@@ -17,6 +18,8 @@ __all__ = [
     "Geometry",
     "VisionPlan",
     "WindowIndex",
+    "accelerate",
+    "accelerate_",
     "apply_rotary_qk",
     "apply_rotary_qk_from_pos",
     "apply_rotary_qkv_",

@@ -1,0 +1,249 @@
+"""An accelerated tower: whose `forward`s are exchanged, for what, and when the parts step aside."""
+
+import types
+import warnings
+from functools import partial
+from importlib import import_module
+
+import torch
+
+from ..geometry import Geometry
+from ..indices import _installed
+from ..plan import VisionPlan
+from ..rotary import apply_rotary_qk, rotary_table
+from . import mlp as padding
+from .attention import NAMES, exchange, runs_of, varlen_serves
+from .graphs import Graphs
+
+TRANSFORMERS = (5, 17)  # the first version whose towers take their index tensors as keyword arguments
+TOWERS = {
+    "Qwen2VisionTransformerPretrainedModel": "transformers.models.qwen2_vl.modeling_qwen2_vl",
+    "Qwen2_5_VisionTransformerPretrainedModel": "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl",
+}
+FUSED_ON = ("cuda",)  # types of devices on which the kernels of `norms` run
+# What a caller may have computed himself; then it is his that counts.
+INDEX_TENSORS = frozenset(
+    ("position_ids", "cu_seqlens", "max_seqlen", "window_index", "cu_window_seqlens", "max_window_seqlen")
+)
+
+
+def check_tower(tower):
+    """ValueError unless it is one of TOWERS, of a version of transformers that this code knows."""
+    allowed = f"a {' or '.join(TOWERS)} of transformers {'.'.join(map(str, TRANSFORMERS))} or later is allowed"
+    cls = type(tower)
+    if TOWERS.get(cls.__name__) != cls.__module__:
+        inside = " (pass the vision tower of a model: its .visual)" if hasattr(tower, "get_image_features") else ""
+        raise ValueError(f"tower is a {cls.__module__}.{cls.__qualname__}: {allowed}{inside}")
+    version = import_module("transformers").__version__
+    if tuple(int(x) for x in version.split(".")[:2]) < TRANSFORMERS:
+        raise ValueError(f"transformers is {version}: {allowed}")
+
+
+def accelerated(tower):
+    """The `Accelerated` that a tower runs through, or None."""
+    found = getattr(getattr(tower, "__dict__", {}).get("forward"), "__self__", None)
+    return found if isinstance(found, Accelerated) else None
+
+
+class Accelerated:
+    """A tower and what it runs through: `apply` exchanges forwards, `undo` takes them back.
+
+    Everything hangs on bound methods of this object and of the modules, so that a deep copy of an accelerated tower is
+    an accelerated tower of its own.
+    """
+
+    def __init__(self, tower, parts):
+        self.tower, self.parts = tower, parts
+        self.geometry = Geometry.from_config(tower.config)
+        self.output_class = import_module("transformers.modeling_outputs").BaseModelOutputWithPooling
+        self.padded, self.table, self.warned, self.graphs = {}, None, set(), Graphs(self._run)
+
+    def apply(self):
+        tower = self.tower
+        exchanged = self._exchanged_names()
+        for block in tower.blocks:
+            if exchanged:
+                block.attn.forward = types.MethodType(exchange(type(block.attn).forward, exchanged), block.attn)
+            if self.parts & {"mlp", "norms"}:
+                block.mlp.forward = partial(self._mlp, block.mlp)
+            if "norms" in self.parts:
+                block.forward = partial(self._block, block)
+        if "embed" in self.parts:
+            tower.patch_embed.forward = self._embed
+        tower.forward = self.forward
+        return self
+
+    def undo(self):
+        blocks = self.tower.blocks
+        for module in (self.tower, self.tower.patch_embed, *(m for b in blocks for m in (b, b.attn, b.mlp))):
+            module.__dict__.pop("forward", None)
+        for padded in self.padded.values():
+            padded.release()
+        self.padded, self.table = {}, None
+        self.graphs.clear()
+
+    def _exchanged_names(self) -> dict:
+        out = {}
+        if "rotary" in self.parts:
+            out["apply_rotary_pos_emb_vision"] = apply_rotary_qk
+        if "attention" in self.parts:
+            out |= NAMES
+        return out
+
+    # ---- the forwards -----------------------------------------------------------------------------------------------
+
+    def forward(self, hidden_states, grid_thw, **kwargs):
+        """As the tower's own: pixels (N, channels * frames * patch_size^2), grid_thw (G, 3) -> its output class."""
+        original = partial(type(self.tower).forward, self.tower)
+        if torch.compiler.is_compiling():
+            return original(hidden_states, grid_thw, **kwargs)
+        recorded = self._records(hidden_states)
+        if recorded:
+            self._aside(self.parts & {"mlp", "norms", "graph"}, "gradients are recorded; torch.no_grad() brings back")
+        if "plan" not in self.parts or INDEX_TENSORS & kwargs.keys():
+            return original(hidden_states, grid_thw, **kwargs)
+        grid, device = self._on_cpu(grid_thw), hidden_states.device
+        if device != self.tower.patch_embed.proj.weight.device or not self._plain(kwargs):
+            plan = VisionPlan.from_grid(grid, self.geometry, device=device)
+            return original(hidden_states, grid, **plan.model_kwargs(), **kwargs)
+        outputs = None
+        if "graph" in self.parts and not recorded:
+            outputs = self.graphs(hidden_states, grid, self.geometry, self.tower)
+        if outputs is None:
+            outputs = self._run(hidden_states, VisionPlan.from_grid(grid, self.geometry, device=device))
+        return self.output_class(last_hidden_state=outputs[0], pooler_output=outputs[1])
+
+    def _run(self, pixels, plan):
+        """The tower on a plan's index tensors: (hidden states in window order, merged units in image order)."""
+        tower, windows = self.tower, self.geometry.window
+        x = tower.patch_embed(pixels)
+        if len(x) != len(plan.window_pos_ids):
+            raise ValueError(f"hidden_states has {len(x)} patches: grid_thw has {len(plan.window_pos_ids)}")
+        if windows:
+            x = x.view(len(plan.window_index), -1).index_select(0, plan.window_index).view(x.shape)
+        positions, runs = self._cos_sin(plan), self._runs(plan, x)
+        fused = self._fused(x, tower.blocks[0].norm1) and not any(map(_has_hooks, tower.blocks))
+        added = None  # what is to be added to x, and is in the next norm
+        for i, block in enumerate(tower.blocks):
+            whole = not windows or i in tower.fullatt_block_indexes
+            offsets, longest = plan.cu_seqlens, plan.max_seqlen
+            if not whole:
+                offsets, longest = plan.cu_window_seqlens, plan.max_window_seqlen
+            options = {"cu_seqlens": offsets, "max_seqlen": longest, "position_embeddings": positions, **runs[whole]}
+            if fused:
+                x, added = self._layer(block, x, added, **options)
+            else:
+                x = block(x, **options)
+        x = x if added is None else x + added
+        merged = tower.merger(x)
+        return x, merged.index_select(0, plan.reverse_index) if windows else merged
+
+    def _runs(self, plan, x) -> dict:
+        """{whole frames or windows: keywords of `attend`}: runs of segments, where its calls go by them."""
+        if "attention" not in self.parts or varlen_serves(x.device, x.dtype, self.geometry.head_dim):
+            return {True: {}, False: {}}
+        plan = plan.to("cpu")
+        return {True: {"runs": runs_of(plan.cu_seqlens)}, False: {"runs": runs_of(plan.cu_window_seqlens)}}
+
+    def _cos_sin(self, plan):
+        """Two float32 (N, D): a row of the table for every patch, doubled as the tower's own rotation takes it."""
+        device, rows = plan.device, plan.max_position + 1
+        if self.table is None or self.table.shape[1] < rows or self.table.device != device:
+            self.table = rotary_table(self.geometry, max(rows, 128) - 1, device=device)
+        return tuple(half[plan.window_pos_ids].flatten(1).repeat(1, 2) for half in self.table)
+
+    def _layer(self, block, x, added, **options):
+        """A block of which each residual sum is taken in the launch of the norm after it: (x, what to add to it)."""
+        x, normed = (x, _norm(block.norm1, x)) if added is None else _norm(block.norm1, x, added)
+        x, normed = _norm(block.norm2, x, block.attn(normed, **options))
+        return x, block.mlp(normed)
+
+    def _block(self, block, hidden_states, *args, **kwargs):
+        if args or not self._fused(hidden_states, block.norm1):
+            return type(block).forward(block, hidden_states, *args, **kwargs)
+        x, added = self._layer(block, hidden_states, None, **kwargs)
+        return x + added
+
+    def _embed(self, hidden_states):
+        """The convolution of patches that do not overlap, as the product that it is: pixels (N, K) -> (N, C)."""
+        weight = self.tower.patch_embed.proj.weight
+        weight = weight.reshape(len(weight), -1)
+        return torch.nn.functional.linear(hidden_states.to(weight.dtype).reshape(-1, weight.shape[1]), weight)
+
+    def _mlp(self, mlp, x):
+        recorded = torch.is_grad_enabled() and (x.requires_grad or next(mlp.parameters()).requires_grad)
+        if recorded or torch.compiler.is_compiling():
+            return type(mlp).forward(mlp, x)
+        fused = self._fused(x, mlp)
+        if "mlp" in self.parts and padding.serves(mlp):
+            padded = self.padded.get(mlp)
+            if padded is None or not padded.whole():
+                padded = self.padded[mlp] = padding.Padded(mlp)
+            x = padded.hidden(x)
+            if fused and _is(mlp.act_fn, "SiLUActivation", "SiLU"):
+                x = _kernels().swiglu(x)
+            else:
+                gate, up = x.chunk(2, dim=-1)
+                x = mlp.act_fn(gate) * up
+            return torch.nn.functional.linear(x, padded.down, mlp.down_proj.bias)
+        if fused and hasattr(mlp, "fc1") and _is(mlp.act, "QuickGELUActivation"):
+            return mlp.fc2(_kernels().quick_gelu_(mlp.fc1(x)))
+        return type(mlp).forward(mlp, x)
+
+    # ---- when what serves -------------------------------------------------------------------------------------------
+
+    def _plain(self, kwargs) -> bool:
+        """Whether nothing is asked for but the two usual outputs."""
+        config = self.tower.config
+        asked = [k for k, v in kwargs.items() if v is not None and v is not False and (k, v) != ("return_dict", True)]
+        more = config.output_hidden_states or config.output_attentions or not config.return_dict
+        return not asked and kwargs.get("return_dict") is not False and not more
+
+    def _records(self, pixels) -> bool:
+        """Whether autograd records this forward."""
+        return torch.is_grad_enabled() and (
+            pixels.requires_grad or any(p.requires_grad for p in self.tower.parameters())
+        )
+
+    def _fused(self, x, module) -> bool:
+        """Whether the kernels of `norms` serve x and this module."""
+        if "norms" not in self.parts or torch.compiler.is_compiling() or not _installed("triton"):
+            return False
+        weight = next(module.parameters())
+        if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+            return False
+        return x.device.type in FUSED_ON and x.dim() == 2 and x.is_contiguous() and x.dtype == weight.dtype
+
+    def _on_cpu(self, grid_thw):
+        if isinstance(grid_thw, torch.Tensor) and grid_thw.is_cuda:
+            self._warn("grid_thw lies on a GPU: reading it back waits for everything queued there; keep it on the CPU")
+            return grid_thw.cpu()
+        return grid_thw
+
+    def _aside(self, parts, why):
+        if parts:
+            self._warn(f"{why} {', '.join(sorted(parts))}")
+
+    def _warn(self, text):
+        if text not in self.warned:
+            self.warned.add(text)
+            warnings.warn(text, stacklevel=5)
+
+
+def _kernels():
+    from . import triton_kernels
+
+    return triton_kernels
+
+
+def _norm(module, x, residual=None):
+    eps = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
+    return _kernels().norm(x, module.weight, getattr(module, "bias", None), eps, residual)
+
+
+def _has_hooks(module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def _is(module, *names) -> bool:
+    return type(module).__name__ in names
