@@ -306,3 +306,15 @@ def test_many_batches(tower):
             mine = outputs(tower, pixels, table)
             exact = type(tower).forward(tower, pixels, table)  # the attention is still ours
             assert error(mine, (exact.last_hidden_state, exact.pooler_output)) < 2e-6
+
+
+def test_under_torch_compile(tower):
+    pixels, grid = batch(GRIDS[0], tower)
+    plan = vitkit.VisionPlan.from_grid(grid, vitkit.Geometry.from_config(tower.config))
+    with torch.no_grad():
+        exact = outputs(tower, pixels, grid)
+        with accelerate(tower):
+            compiled = torch.compile(tower, backend="eager")
+            assert error(outputs(compiled, pixels, grid, **plan.model_kwargs()), exact) < 2e-6
+            assert error(outputs(compiled, pixels, grid), exact) < 2e-6
+            assert error(outputs(tower, pixels, grid), exact) < 2e-6

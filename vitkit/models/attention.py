@@ -20,8 +20,9 @@ def exchange(function, names: dict):
             f"tower: {function.__qualname__} of this transformers does not use {', '.join(sorted(missing))}; "
             "a version that does is allowed, or parts without rotary and attention"
         )
+    code = function.__code__.replace(co_name=f"{function.__name__}_exchanged")  # torch.compile keeps its own by code
     new = types.FunctionType(
-        function.__code__, function.__globals__ | names, function.__name__, function.__defaults__, function.__closure__
+        code, function.__globals__ | names, function.__name__, function.__defaults__, function.__closure__
     )
     new.__kwdefaults__, new.__qualname__ = function.__kwdefaults__, function.__qualname__
     return new

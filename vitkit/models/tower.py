@@ -60,10 +60,11 @@ class Accelerated:
 
     def apply(self):
         tower = self.tower
-        exchanged = self._exchanged_names()
+        names = self._exchanged_names()
+        attention = exchange(type(tower.blocks[0].attn).forward, names) if names else None
         for block in tower.blocks:
-            if exchanged:
-                block.attn.forward = types.MethodType(exchange(type(block.attn).forward, exchanged), block.attn)
+            if attention:
+                block.attn.forward = types.MethodType(attention, block.attn)
             if self.parts & {"mlp", "norms"}:
                 block.mlp.forward = partial(self._mlp, block.mlp)
             if "norms" in self.parts:
