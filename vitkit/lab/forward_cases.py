@@ -75,7 +75,7 @@ def forward_case(name, grid, arms: Arms, *, threads, values=None) -> Case:
     """A forward of the tower on a grid by every version of `arms`. values: the pixels, None for random ones."""
     x = arms.pixels(grid, values)
     with _in_float32():
-        exact = merged(arms.exact(x.float(), grid_thw=torch.tensor(grid)))
+        exact = merged(arms.exact(x.float(), grid_thw=torch.tensor(grid, device=arms.device)))
     calls = {version: arms.forward(version, grid) for version in arms.towers}
     allowed = _allowed(_error(calls["transformers"](x), exact), arms.dtype)
     return Case(
@@ -163,7 +163,7 @@ def accuracy_rows(name, grid, arms: Arms, values=None) -> pd.DataFrame:
     Versions: transformers, and accelerate without its graph, since a captured block is called once and never again.
     Hidden states are in window order in both, so they compare as they are.
     """
-    x, table, exact, rows = arms.pixels(grid, values), torch.tensor(grid), [], []
+    x, table, exact, rows = arms.pixels(grid, values), torch.tensor(grid, device=arms.device), [], []
     with _in_float32(), _hooked(arms.exact, lambda i, out: exact.append(out)):
         arms.exact(x.float(), grid_thw=table)
     for version, tower in (("transformers", "transformers"), ("accelerate", arms.without_graph())):
