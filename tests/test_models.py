@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import vitkit
-from tests.tower_models import ALL, GRIDS, KINDS, accelerate, batch, error, make, outputs
+from tower_models import ALL, GRIDS, KINDS, accelerate, batch, error, make, outputs
 from vitkit.models import PARTS, attention, restore_
 from vitkit.models import tower as module
 
@@ -193,14 +193,29 @@ def test_what_a_caller_may_ask_for(tower):
     assert error(rough, exact[:2]) < 1.5 * allowed
 
 
-def test_hooks_on_modules_still_see_their_modules(tower):
+def test_inference_mode_first_and_training_after(tower):
+    pixels, grid = batch(GRIDS[0], tower)
+    with accelerate(tower), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with torch.inference_mode():
+            exact = [x.clone() for x in outputs(tower, pixels, grid)]
+        tower(pixels, grid).pooler_output.sum().backward()
+        assert all(p.grad is not None and not p.is_inference() for p in tower.parameters())
+        with torch.no_grad():
+            assert error(outputs(tower, pixels, grid), exact) < 2e-6
+
+
+def test_hooks_on_modules_still_see_their_modules(tower, monkeypatch):
     seen = []
     pixels, grid = batch(GRIDS[0], tower)
-    for each in (tower, tower.blocks[1], tower.blocks[1].attn, tower.blocks[1].mlp, tower.patch_embed):
+    block = tower.blocks[1]
+    inner = [block.attn.qkv, block.norm1, block.norm2, *(m for m in block.mlp.children()), tower.patch_embed.proj]
+    monkeypatch.setattr(module, "FUSED_ON", ("cpu", "cuda"))  # under Triton's interpreter; hooks keep it away
+    for each in (tower, block, block.attn, block.mlp, tower.patch_embed, *inner):
         each.register_forward_hook(lambda m, *_: seen.append(m))
     with accelerate(tower), torch.no_grad():
         tower(pixels, grid)
-    assert len(seen) == 5 and seen[-1] is tower
+    assert len(seen) == 5 + len(inner) and seen[-1] is tower
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -255,10 +270,11 @@ def test_what_is_refused(tower):
     for other in (torch.nn.Linear(2, 2), None, tower.blocks[0]):
         with pytest.raises(ValueError, match="tower is a .*Qwen2_5_VisionTransformerPretrainedModel.*5.17"):
             vitkit.accelerate_(other)
-    tower.forward = tower.forward
-    with pytest.raises(ValueError, match="forward of its own"):
-        vitkit.accelerate_(tower)
-    del tower.forward
+    for each in (tower, tower.blocks[1].mlp):
+        each.forward = each.forward
+        with pytest.raises(ValueError, match=f"{type(each).__name__}.*forward of its own"):
+            vitkit.accelerate_(tower)
+        del each.forward
     assert set(tower.__dict__) == before
     with accelerate(tower), torch.no_grad():
         with pytest.raises(ValueError, match=rf"{len(pixels) - 4} patches.*{len(pixels)}"):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import vitkit
-from tests.tower_models import ALL, GRIDS, KINDS, accelerate, batch, error, make, outputs
+from tower_models import ALL, GRIDS, KINDS, accelerate, batch, error, make, outputs
 from vitkit.models import accelerated, graphs, restore_
 
 pytestmark = pytest.mark.gpu
@@ -57,6 +57,11 @@ def test_graphs_are_captured_and_follow_the_batch(tower):
             mine = outputs(tower, pixels, table)
             assert error(mine, exact_of(pixels, table)) < 2e-2
         assert list(state.by_budget) == [512]
+        for grid in ([[1, 2, 1024]], [[1, 2, 1024]], [[1, 16, 32]], [[1, 2, 2048]]):  # longer tables of angles
+            pixels, table = batch(grid, tower)
+            for _ in range(3):
+                assert error(outputs(tower, pixels, table), exact_of(pixels, table)) < 2e-2
+        assert sorted(state.by_budget) == [512, 2048, 4096]
         first = outputs(tower, *batch([[1, 16, 32]], tower, seed=1))
         kept = [x.clone() for x in first]
         outputs(tower, *batch([[1, 16, 32]], tower, seed=2))
@@ -143,6 +148,20 @@ def test_200_batches_and_flat_memory(tower):
         assert run(check=False) <= before
         run(check=True)
         assert len(accelerated(tower).graphs.by_budget) <= graphs.MAX_TOKENS // graphs.STEP
+
+
+def test_inference_mode_then_no_grad_then_training(tower):
+    pixels, table = batch([[1, 24, 24]], tower)
+    with accelerate(tower, "auto"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with torch.inference_mode():
+            for _ in range(3):
+                exact = [x.clone() for x in outputs(tower, pixels, table)]
+        with torch.no_grad():
+            mine = outputs(tower, pixels, table)
+        assert all(map(torch.equal, mine, exact))
+        tower(pixels, table).pooler_output.sum().backward()
+        assert all(p.grad is not None for p in tower.parameters())
 
 
 def test_another_stream_waits_for_the_buffers(tower):

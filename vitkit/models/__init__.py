@@ -6,7 +6,7 @@ What is exchanged are the `forward` of the tower and of some of its parts, as at
 
 from contextlib import contextmanager
 
-from .tower import Accelerated, accelerated, check_tower
+from .tower import Accelerated, accelerated, check_tower, modules
 
 # Names of the parts, in the order in which a forward pass meets them.
 PARTS = ("plan", "embed", "rotary", "attention", "mlp", "norms", "graph")
@@ -57,8 +57,12 @@ def _apply(tower, parts):
     check_tower(tower)
     if accelerated(tower) is not None:
         raise ValueError("tower is accelerated already; vitkit.models.restore_(tower) makes it as it was")
-    if "forward" in tower.__dict__:
-        raise ValueError("tower has a forward of its own, from something else that patches it: one without is allowed")
+    for module in modules(tower):
+        if "forward" in module.__dict__:
+            raise ValueError(
+                f"tower: a {type(module).__name__} in it has a forward of its own, from something else that patches it "
+                "(device_map, say); one without is allowed"
+            )
     return Accelerated(tower, _check_parts(tower, parts)).apply()
 
 

@@ -6,6 +6,7 @@ beyond the batch belong to no segment, and no other row depends on them.
 """
 
 import threading
+import warnings
 
 import torch
 
@@ -32,7 +33,7 @@ class Graphs:
     def clear(self):
         self.by_budget, self.uses, self.weights = {}, {}, None
         self.pixels = self.pool = self.stream = None
-        self.hooked = False
+        self.hooked = self.failed = False
 
     def __getstate__(self):  # for a deep copy: graphs belong to the tower that they were captured from
         return {"run": self.run}
@@ -52,7 +53,7 @@ class Graphs:
             return None  # for the tower to refuse
         budget = -(-tokens // STEP) * STEP
         images, windows = _entries(budget)
-        if not 0 < budget <= MAX_TOKENS or counts[1] > images or (geometry.window and counts[2] > windows):
+        if self.failed or not 0 < budget <= MAX_TOKENS or counts[1] > images or (geometry.window and counts[2] > windows):
             return None
         with self.lock, torch.cuda.device(weight.device):
             if self.hooked and self._changed(tower):
@@ -62,10 +63,24 @@ class Graphs:
                 self.uses[budget] = self.uses.get(budget, 0) + 1
                 if self.uses[budget] < FROM_USE or self._changed(tower):
                     return None
-                graph = self.by_budget[budget] = self._capture(budget, geometry, tower)
+                graph = self._capture(budget, geometry, tower)
+                if graph is None:
+                    return None
+                self.by_budget[budget] = graph
             return self._replay(graph, pixels, grid, tokens, geometry, tower)
 
     def _capture(self, budget, geometry, tower):
+        """(graph, plan, outputs), or None where it cannot be captured, with a warning; it is not tried again."""
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                return self._captured(budget, geometry, tower)
+        except RuntimeError as error:  # no memory, or an operation that a graph cannot hold
+            self.clear()
+            self.failed = True
+            warnings.warn(f"no CUDA graph of this tower, which runs without: {error}", stacklevel=6)
+            return None
+
+    def _captured(self, budget, geometry, tower):
         weight = tower.patch_embed.proj.weight
         if self.pixels is None:
             self.pixels = weight.new_zeros(MAX_TOKENS, weight[0].numel())
@@ -103,7 +118,7 @@ class Graphs:
             if len(now) != len(self.weights) or any(a.data_ptr() != b.data_ptr() for a, b in zip(now, self.weights)):
                 self.clear()
                 return True
-        self.hooked = any(_hooks(m) for m in tower.modules() if m is not tower)
+        self.hooked = any(has_hooks(m) for m in tower.modules() if m is not tower)
         return self.hooked
 
 
@@ -112,7 +127,7 @@ def _entries(budget) -> tuple[int, int]:
     return max(8, budget // STEP), max(32, budget // 16)
 
 
-def _hooks(module) -> bool:
+def has_hooks(module) -> bool:
     """Whether a module has hooks on its forward, but for those by which transformers collects outputs."""
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     return any(not (getattr(hook, "__module__", None) or "").startswith("transformers.") for hook in hooks)

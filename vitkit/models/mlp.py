@@ -22,7 +22,7 @@ class Padded:
         gate, up, down = mlp.gate_proj, mlp.up_proj, mlp.down_proj
         width, columns = gate.weight.shape
         self.width = -(-width // MULTIPLE) * MULTIPLE
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():  # a training step may follow
             self.gate_up = gate.weight.new_zeros(2 * self.width, columns)
             self.down = down.weight.new_zeros(down.weight.shape[0], self.width)
             self.bias = None if gate.bias is None else gate.bias.new_zeros(2 * self.width)

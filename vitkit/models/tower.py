@@ -13,7 +13,7 @@ from ..plan import VisionPlan
 from ..rotary import apply_rotary_qk, rotary_table
 from . import mlp as padding
 from .attention import NAMES, exchange, runs_of, varlen_serves
-from .graphs import Graphs
+from .graphs import Graphs, has_hooks
 
 TRANSFORMERS = (5, 17)  # the first version whose towers take their index tensors as keyword arguments
 TOWERS = {
@@ -45,6 +45,11 @@ def accelerated(tower):
     return found if isinstance(found, Accelerated) else None
 
 
+def modules(tower):
+    """The modules whose forward may be exchanged."""
+    return [tower, tower.patch_embed, *(m for block in tower.blocks for m in (block, block.attn, block.mlp))]
+
+
 class Accelerated:
     """A tower and what it runs through: `apply` exchanges forwards, `undo` takes them back.
 
@@ -56,7 +61,7 @@ class Accelerated:
         self.tower, self.parts = tower, parts
         self.geometry = Geometry.from_config(tower.config)
         self.output_class = import_module("transformers.modeling_outputs").BaseModelOutputWithPooling
-        self.padded, self.table, self.warned, self.graphs = {}, None, set(), Graphs(self._run)
+        self.padded, self.tables, self.warned, self.graphs = {}, [], set(), Graphs(self._run)
 
     def apply(self):
         tower = self.tower
@@ -75,12 +80,11 @@ class Accelerated:
         return self
 
     def undo(self):
-        blocks = self.tower.blocks
-        for module in (self.tower, self.tower.patch_embed, *(m for b in blocks for m in (b, b.attn, b.mlp))):
+        for module in modules(self.tower):
             module.__dict__.pop("forward", None)
         for padded in self.padded.values():
             padded.release()
-        self.padded, self.table = {}, None
+        self.padded, self.tables = {}, []
         self.graphs.clear()
 
     def _exchanged_names(self) -> dict:
@@ -123,7 +127,8 @@ class Accelerated:
         if windows:
             x = x.view(len(plan.window_index), -1).index_select(0, plan.window_index).view(x.shape)
         positions, runs = self._cos_sin(plan), self._runs(plan, x)
-        fused = self._fused(x, tower.blocks[0].norm1) and not any(map(_has_hooks, tower.blocks))
+        fused = self._fused(x, tower.blocks[0].norm1) and not any(map(has_hooks, tower.blocks))
+        fused = fused and not any(has_hooks(norm) for block in tower.blocks for norm in (block.norm1, block.norm2))
         added = None  # what is to be added to x, and is in the next norm
         for i, block in enumerate(tower.blocks):
             whole = not windows or i in tower.fullatt_block_indexes
@@ -148,10 +153,13 @@ class Accelerated:
 
     def _cos_sin(self, plan):
         """Two float32 (N, D): a row of the table for every patch, doubled as the tower's own rotation takes it."""
-        device, rows = plan.device, plan.max_position + 1
-        if self.table is None or self.table.shape[1] < rows or self.table.device != device:
-            self.table = rotary_table(self.geometry, max(rows, 128) - 1, device=device)
-        return tuple(half[plan.window_pos_ids].flatten(1).repeat(1, 2) for half in self.table)
+        fits = [x for x in self.tables if x.device == plan.device and x.shape[1] > plan.max_position]
+        if not fits:
+            rows = 1 << max(plan.max_position, 255).bit_length()  # doubled, so few are ever made
+            with torch.inference_mode(False):  # a training step may follow
+                fits = [rotary_table(self.geometry, rows - 1, device=plan.device)]
+            self.tables += fits  # the smaller ones stay: graphs read them
+        return tuple(half[plan.window_pos_ids].flatten(1).repeat(1, 2) for half in fits[0])
 
     def _layer(self, block, x, added, **options):
         """A block of which each residual sum is taken in the launch of the norm after it: (x, what to add to it)."""
@@ -160,14 +168,18 @@ class Accelerated:
         return x, block.mlp(normed)
 
     def _block(self, block, hidden_states, *args, **kwargs):
-        if args or not self._fused(hidden_states, block.norm1):
+        hooks = has_hooks(block.norm1) or has_hooks(block.norm2)
+        if args or hooks or not self._fused(hidden_states, block.norm1):
             return type(block).forward(block, hidden_states, *args, **kwargs)
         x, added = self._layer(block, hidden_states, None, **kwargs)
         return x + added
 
     def _embed(self, hidden_states):
         """The convolution of patches that do not overlap, as the product that it is: pixels (N, K) -> (N, C)."""
-        weight = self.tower.patch_embed.proj.weight
+        layer = self.tower.patch_embed
+        if type(layer.proj) is not torch.nn.Conv3d or layer.proj.bias is not None or has_hooks(layer.proj):
+            return type(layer).forward(layer, hidden_states)
+        weight = layer.proj.weight
         weight = weight.reshape(len(weight), -1)
         return torch.nn.functional.linear(hidden_states.to(weight.dtype).reshape(-1, weight.shape[1]), weight)
 
@@ -175,8 +187,9 @@ class Accelerated:
         recorded = torch.is_grad_enabled() and (x.requires_grad or next(mlp.parameters()).requires_grad)
         if recorded or torch.compiler.is_compiling():
             return type(mlp).forward(mlp, x)
-        fused = self._fused(x, mlp)
-        if "mlp" in self.parts and padding.serves(mlp):
+        hooked = any(map(has_hooks, mlp.children()))  # what they see is not made below
+        fused = self._fused(x, mlp) and not hooked
+        if "mlp" in self.parts and padding.serves(mlp) and not hooked:
             padded = self.padded.get(mlp)
             if padded is None or not padded.whole():
                 padded = self.padded[mlp] = padding.Padded(mlp)
@@ -240,10 +253,6 @@ def _kernels():
 def _norm(module, x, residual=None):
     eps = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
     return _kernels().norm(x, module.weight, getattr(module, "bias", None), eps, residual)
-
-
-def _has_hooks(module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def _is(module, *names) -> bool:
