@@ -153,6 +153,25 @@ def test_gradients_are_the_originals(tower):
         assert (a - b).norm() <= 2e-6 * b.norm() + 1e-12
 
 
+@pytest.mark.parametrize("trained", ["down_proj.bias", "fc2.bias", "norm2.bias", "norm1.weight", "blocks.1.attn.proj"])
+def test_gradients_of_a_few_parameters(tower, trained, monkeypatch):
+    monkeypatch.setattr(module, "FUSED_ON", ("cpu", "cuda"))
+    for name, parameter in tower.named_parameters():
+        parameter.requires_grad_(trained in name)
+    if not any(p.requires_grad for p in tower.parameters()):
+        pytest.skip(f"this tower has no {trained}")
+    pixels, grid = batch([[1, 4, 4]], tower)
+    gradients = []
+    for parts in ((), ALL):
+        with accelerate(tower, parts), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tower.zero_grad()
+            tower(pixels, grid).pooler_output.square().mean().backward()
+        gradients.append([p.grad.clone() for p in tower.parameters() if p.requires_grad])
+    for a, b in zip(*gradients, strict=True):
+        assert (a - b).norm() <= 2e-6 * b.norm() + 1e-12
+
+
 def test_a_training_step(tower):
     other, (pixels, grid) = copy.deepcopy(tower), batch(GRIDS[0], tower)
     with warnings.catch_warnings():

@@ -102,7 +102,7 @@ class Accelerated:
         original = partial(type(self.tower).forward, self.tower)
         if torch.compiler.is_compiling():
             return original(hidden_states, grid_thw, **kwargs)
-        recorded = self._records(hidden_states)
+        recorded = _recorded(hidden_states, self.tower)
         if recorded:
             self._aside(self.parts & {"mlp", "norms", "graph"}, "gradients are recorded; torch.no_grad() brings back")
         if "plan" not in self.parts or INDEX_TENSORS & kwargs.keys():
@@ -127,8 +127,8 @@ class Accelerated:
         if windows:
             x = x.view(len(plan.window_index), -1).index_select(0, plan.window_index).view(x.shape)
         positions, runs = self._cos_sin(plan), self._runs(plan, x)
-        fused = self._fused(x, tower.blocks[0].norm1) and not any(map(has_hooks, tower.blocks))
-        fused = fused and not any(has_hooks(norm) for block in tower.blocks for norm in (block.norm1, block.norm2))
+        watched = (module for block in tower.blocks for module in (block, block.norm1, block.norm2))
+        fused = self._fused(x, tower.blocks[0].norm1) and not any(map(has_hooks, watched)) and not _recorded(x, tower)
         added = None  # what is to be added to x, and is in the next norm
         for i, block in enumerate(tower.blocks):
             whole = not windows or i in tower.fullatt_block_indexes
@@ -168,8 +168,8 @@ class Accelerated:
         return x, block.mlp(normed)
 
     def _block(self, block, hidden_states, *args, **kwargs):
-        hooks = has_hooks(block.norm1) or has_hooks(block.norm2)
-        if args or hooks or not self._fused(hidden_states, block.norm1):
+        aside = has_hooks(block.norm1) or has_hooks(block.norm2) or _recorded(hidden_states, block)
+        if args or aside or not self._fused(hidden_states, block.norm1):
             return type(block).forward(block, hidden_states, *args, **kwargs)
         x, added = self._layer(block, hidden_states, None, **kwargs)
         return x + added
@@ -184,8 +184,7 @@ class Accelerated:
         return torch.nn.functional.linear(hidden_states.to(weight.dtype).reshape(-1, weight.shape[1]), weight)
 
     def _mlp(self, mlp, x):
-        recorded = torch.is_grad_enabled() and (x.requires_grad or next(mlp.parameters()).requires_grad)
-        if recorded or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or _recorded(x, mlp):
             return type(mlp).forward(mlp, x)
         hooked = any(map(has_hooks, mlp.children()))  # what they see is not made below
         fused = self._fused(x, mlp) and not hooked
@@ -213,19 +212,11 @@ class Accelerated:
         more = config.output_hidden_states or config.output_attentions or not config.return_dict
         return not asked and kwargs.get("return_dict") is not False and not more
 
-    def _records(self, pixels) -> bool:
-        """Whether autograd records this forward."""
-        return torch.is_grad_enabled() and (
-            pixels.requires_grad or any(p.requires_grad for p in self.tower.parameters())
-        )
-
     def _fused(self, x, module) -> bool:
-        """Whether the kernels of `norms` serve x and this module."""
+        """Whether the kernels of `norms` serve x and this module, where autograd records nothing."""
         if "norms" not in self.parts or torch.compiler.is_compiling() or not _installed("triton"):
             return False
         weight = next(module.parameters())
-        if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-            return False
         return x.device.type in FUSED_ON and x.dim() == 2 and x.is_contiguous() and x.dtype == weight.dtype
 
     def _on_cpu(self, grid_thw):
@@ -248,6 +239,11 @@ def _kernels():
     from . import triton_kernels
 
     return triton_kernels
+
+
+def _recorded(x, module) -> bool:
+    """Whether autograd records what the module makes of x."""
+    return torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in module.parameters()))
 
 
 def _norm(module, x, residual=None):
