@@ -169,7 +169,7 @@ def test_gradients_of_a_few_parameters(tower, trained, monkeypatch):
             tower(pixels, grid).pooler_output.square().mean().backward()
         gradients.append([p.grad.clone() for p in tower.parameters() if p.requires_grad])
     for a, b in zip(*gradients, strict=True):
-        assert (a - b).norm() <= 2e-6 * b.norm() + 1e-12
+        assert (a - b).norm() <= 1e-5 * b.norm() + 1e-12
 
 
 def test_a_training_step(tower):

@@ -1,7 +1,7 @@
 """Forward passes captured in CUDA graphs, one for each budget of tokens: for sizes at which launches cost the most.
 
-A budget is a number of patches rounded up; its graph refills the index tensors of a `VisionPlan.for_budget` and runs the
-tower on them. A batch brings its pixels by a copy on the device and a table of 20 bytes an image by one upload. Rows
+A budget is a number of patches rounded up; its graph refills the index tensors of a `VisionPlan.for_budget` and runs
+the tower on them. A batch brings its pixels by a copy on the device and a table of 20 bytes an image by one upload. Rows
 beyond the batch belong to no segment, and no other row depends on them.
 """
 
@@ -53,7 +53,8 @@ class Graphs:
             return None  # for the tower to refuse
         budget = -(-tokens // STEP) * STEP
         images, windows = _entries(budget)
-        if self.failed or not 0 < budget <= MAX_TOKENS or counts[1] > images or (geometry.window and counts[2] > windows):
+        room = counts[1] <= images and (counts[2] <= windows or not geometry.window)
+        if self.failed or not room or not 0 < budget <= MAX_TOKENS:
             return None
         with self.lock, torch.cuda.device(weight.device):
             if self.hooked and self._changed(tower):
