@@ -317,6 +317,43 @@ def test_a_model_is_told_where_its_tower_is():
         vitkit.accelerate_(Model())
 
 
+def test_compiled_blocks(tower):
+    pixels, grid = batch(GRIDS[0], tower)
+    for block in tower.blocks:
+        block.compile(backend="eager")
+    with torch.no_grad():
+        exact = type(tower).forward(tower, pixels, grid)
+        with accelerate(tower):
+            assert error(outputs(tower, pixels, grid), (exact.last_hidden_state, exact.pooler_output)) < 2e-6
+
+
+def test_odd_outputs_of_hooks_and_norms_of_others(tower, monkeypatch):
+    monkeypatch.setattr(module, "FUSED_ON", ("cpu", "cuda"))
+    pixels, grid = batch([[1, 4, 4]], tower)
+    block = tower.blocks[1]
+    block.attn.register_forward_hook(lambda m, _, out: out.mean(0, keepdim=True).expand_as(out))
+    block.mlp.register_forward_hook(lambda m, _, out: out.t().contiguous().t())
+    norm = tower.blocks[2].norm2
+    norm.forward = lambda x: 2 * type(norm).forward(norm, x)
+    with torch.no_grad():
+        exact = outputs(tower, pixels, grid)
+        with accelerate(tower):
+            assert error(outputs(tower, pixels, grid), exact) < 2e-6
+
+
+def test_a_forward_wrapped_meanwhile_goes_with_the_rest(tower):
+    pixels, grid = batch(GRIDS[0], tower)
+    with torch.no_grad():
+        exact = outputs(tower, pixels, grid)
+        with accelerate(tower):
+            inner = tower.forward
+            tower.forward = lambda *args, **kwargs: inner(*args, **kwargs)
+            outputs(tower, pixels, grid)
+        assert not any("forward" in each.__dict__ for each in tower.modules())
+        assert all(map(torch.equal, outputs(tower, pixels, grid), exact))
+    assert all(p.is_contiguous() for p in tower.parameters())
+
+
 def test_an_attention_layer_without_the_names_is_refused():
     def forward(x):
         return sorted(x)

@@ -28,6 +28,9 @@ def accelerate(tower, parts="auto"):
         norms       residual sum and norm in one launch, and the MLP's activation in one (GPU)
         graph       CUDA graphs by token budget, up to `graphs.MAX_TOKENS` patches; needs plan and attention
 
+    Angles follow the tower's config. With `mlp` a down_proj.weight is no contiguous tensor: `save_pretrained` and
+    `torch.save` take it, safetensors' `save_file` after `.contiguous()`.
+
     Where gradients are recorded, mlp, norms and graph step aside, with a warning once. ValueError names a tower or
     a part that is not allowed, before anything is changed.
     """
@@ -35,7 +38,7 @@ def accelerate(tower, parts="auto"):
     try:
         yield tower
     finally:
-        if accelerated(tower) is mine:
+        if mine.applied:  # also where its forward was wrapped meanwhile: what is left is the tower as it was
             mine.undo()
 
 

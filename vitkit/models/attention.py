@@ -4,6 +4,7 @@ A layer's `forward` stays transformers' own: `exchange` gives it other objects f
 looks up, so that it rotates and attends by ours and is otherwise whatever the installed version has.
 """
 
+import sys
 import types
 from functools import cache
 from itertools import groupby
@@ -20,12 +21,21 @@ def exchange(function, names: dict):
             f"tower: {function.__qualname__} of this transformers does not use {', '.join(sorted(missing))}; "
             "a version that does is allowed, or parts without rotary and attention"
         )
-    code = function.__code__.replace(co_name=f"{function.__name__}_exchanged")  # torch.compile keeps its own by code
-    new = types.FunctionType(
-        code, function.__globals__ | names, function.__name__, function.__defaults__, function.__closure__
-    )
-    new.__kwdefaults__, new.__qualname__ = function.__kwdefaults__, function.__qualname__
-    return new
+    key = function, *names.items()
+    if key not in _exchanged:
+        # torch.compile keeps its own by code, and finds globals by the name of the module that they belong to
+        module = types.ModuleType(f"{__name__}.exchanged_{len(_exchanged)}")
+        module.__dict__.update(function.__globals__ | names | {"__name__": module.__name__})
+        sys.modules[module.__name__] = module
+        code = function.__code__.replace(co_name=f"{function.__name__}_exchanged")
+        rest = function.__name__, function.__defaults__, function.__closure__
+        new = types.FunctionType(code, module.__dict__, *rest)
+        new.__kwdefaults__, new.__qualname__ = function.__kwdefaults__, function.__qualname__
+        _exchanged[key] = new
+    return _exchanged[key]
+
+
+_exchanged = {}
 
 
 def attend(
@@ -86,14 +96,13 @@ def _recorded(*tensors):
 
 
 class _Ours:
-    @staticmethod
-    def get_interface(*_):
+    def get_interface(self, *_):
         return attend
 
 
 # For `exchange`: a layer that thinks flash attention was asked for hands the offsets over whole.
 NAMES = {
-    "ALL_ATTENTION_FUNCTIONS": _Ours,
+    "ALL_ATTENTION_FUNCTIONS": _Ours(),
     "is_flash_attention_requested": lambda config: True,
     "get_max_seqlen": lambda cu_seqlens, config, kwargs: kwargs.get("max_seqlen"),
 }

@@ -1,8 +1,8 @@
 """Forward passes captured in CUDA graphs, one for each budget of tokens: for sizes at which launches cost the most.
 
 A budget is a number of patches rounded up; its graph refills the index tensors of a `VisionPlan.for_budget` and runs
-the tower on them. A batch brings its pixels by a copy on the device and a table of 20 bytes an image by one upload. Rows
-beyond the batch belong to no segment, and no other row depends on them.
+the tower on them. A batch brings its pixels by a copy on the device and a table of 20 bytes an image by one upload.
+Rows beyond the batch belong to no segment, and no other row depends on them.
 """
 
 import threading
@@ -18,6 +18,9 @@ STEP = 128  # patches: the rows of a tile of a matrix product, so that rounding 
 FROM_USE = 2  # a budget is captured when it is met for this time; before, the tower runs as usual
 
 
+_capturing = threading.Lock()  # one at a time in a process
+
+
 class Graphs:
     """The captured forwards of one tower; called with a batch it returns what the tower does, or None.
 
@@ -31,8 +34,14 @@ class Graphs:
         self.clear()
 
     def clear(self):
+        with self.lock:
+            if getattr(self, "stream", None) is not None:
+                torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)  # what goes is in use there
+            self._forget()
+
+    def _forget(self):
         self.by_budget, self.uses, self.weights = {}, {}, None
-        self.pixels = self.pool = self.stream = None
+        self.pixels = self.pool = self.stream = self.capture_stream = None
         self.hooked = self.failed = False
 
     def __getstate__(self):  # for a deep copy: graphs belong to the tower that they were captured from
@@ -86,6 +95,7 @@ class Graphs:
         if self.pixels is None:
             self.pixels = weight.new_zeros(MAX_TOKENS, weight[0].numel())
             self.pool = torch.cuda.graph_pool_handle()
+            self.capture_stream = torch.cuda.Stream()  # on this device: torch's own is on the first that captured
         images, windows = _entries(budget)
         sizes = {"tokens": budget, "images": images, "frames": images, "windows": windows if geometry.window else None}
         plan = VisionPlan.for_budget(geometry, **sizes, device=weight.device)
@@ -93,7 +103,8 @@ class Graphs:
         self.run(pixels, plan)  # compiles, and lets libraries allocate what they keep
         self.weights = [p.data for p in tower.parameters()]
         torch.cuda.synchronize()
-        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+        options = {"pool": self.pool, "stream": self.capture_stream, "capture_error_mode": "thread_local"}
+        with _capturing, torch.cuda.graph(graph, **options):
             plan.replay()
             outputs = self.run(pixels, plan)
         return graph, plan, outputs
@@ -113,19 +124,30 @@ class Graphs:
         return hidden[:tokens].clone(), merged[:units].clone()
 
     def _changed(self, tower):
-        """Whether a replay would not do what the tower does: parameters have moved, or a module has a hook."""
+        """Whether a replay would not do what the tower does: parameters have moved, a module has a hook, or one is
+        neither torch's nor transformers' (an adapter, say, which can be switched off)."""
         if self.weights is not None:
             now = list(tower.parameters())
             if len(now) != len(self.weights) or any(a.data_ptr() != b.data_ptr() for a, b in zip(now, self.weights)):
                 self.clear()
                 return True
-        self.hooked = any(has_hooks(m) for m in tower.modules() if m is not tower)
+        self.hooked = any(has_hooks(m) or not _known(m) for m in tower.modules() if m is not tower)
         return self.hooked
 
 
 def _entries(budget) -> tuple[int, int]:
     """(images and frames, windows) that a budget of patches has room for; smaller ones run without a graph."""
     return max(8, budget // STEP), max(32, budget // 16)
+
+
+def _known(module) -> bool:
+    return type(module).__module__.split(".")[0] in ("torch", "transformers")
+
+
+def wait_once(device):
+    """After something that all streams will read was made on the current one."""
+    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.current_stream(device).synchronize()
 
 
 def has_hooks(module) -> bool:

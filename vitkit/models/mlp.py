@@ -9,6 +9,8 @@ a parameter in place reads or writes what is multiplied.
 import torch
 import torch.nn.functional as F
 
+from .graphs import wait_once
+
 MULTIPLE = 8  # entries: 16 bytes of a 16-bit type
 
 
@@ -39,20 +41,23 @@ class Padded:
                 view.copy_(parameter)
                 parameter.data = view
                 self.views.append((layer, name, storage, view.data_ptr() - whole.data_ptr()))
+        wait_once(self.down.device)
 
     def whole(self) -> bool:
         """Whether the parameters still lie here: `.to()`, and loading by assignment, give them other memory."""
         return all(
-            layer._parameters[name].data_ptr() == getattr(self, storage).data_ptr() + offset
+            layer._parameters.get(name) is not None
+            and layer._parameters[name].data_ptr() == getattr(self, storage).data_ptr() + offset
             for layer, name, storage, offset in self.views
         )
 
     def release(self):
         """Gives every parameter memory of its own again."""
-        for layer, name, storage, offset in self.views:
-            parameter = layer._parameters[name]
-            if parameter.data_ptr() == getattr(self, storage).data_ptr() + offset:
-                parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
+        with torch.inference_mode(False), torch.no_grad():
+            for layer, name, _, _ in self.views:
+                parameter = layer._parameters.get(name)
+                if parameter is not None and parameter.untyped_storage().nbytes() > parameter.nbytes:
+                    parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
 
     def hidden(self, x):
         """(N, C) -> (N, 2P): what gate and up make of x, side by side."""
@@ -62,7 +67,7 @@ class Padded:
 def serves(mlp) -> bool:
     """Whether it is a gated MLP of three plain linear layers of one dtype."""
     layers = [getattr(mlp, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
-    if not all(type(layer) is torch.nn.Linear for layer in layers):
+    if not all(type(layer) is torch.nn.Linear and "weight" in layer._parameters for layer in layers):
         return False
     biases = {layers[0].bias is None, layers[1].bias is None}
     return len(biases) == 1 and layers[0].weight.dtype == layers[1].weight.dtype == layers[2].weight.dtype

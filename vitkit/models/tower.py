@@ -13,7 +13,7 @@ from ..plan import VisionPlan
 from ..rotary import apply_rotary_qk, rotary_table
 from . import mlp as padding
 from .attention import NAMES, exchange, runs_of, varlen_serves
-from .graphs import Graphs, has_hooks
+from .graphs import Graphs, has_hooks, wait_once
 
 TRANSFORMERS = (5, 17)  # the first version whose towers take their index tensors as keyword arguments
 TOWERS = {
@@ -76,10 +76,11 @@ class Accelerated:
                 block.forward = partial(self._block, block)
         if "embed" in self.parts:
             tower.patch_embed.forward = self._embed
-        tower.forward = self.forward
+        tower.forward, self.applied = self.forward, True
         return self
 
     def undo(self):
+        self.applied = False
         for module in modules(self.tower):
             module.__dict__.pop("forward", None)
         for padded in self.padded.values():
@@ -100,7 +101,9 @@ class Accelerated:
     def forward(self, hidden_states, grid_thw, **kwargs):
         """As the tower's own: pixels (N, channels * frames * patch_size^2), grid_thw (G, 3) -> its output class."""
         original = partial(type(self.tower).forward, self.tower)
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():  # theirs computes index tensors where the grid is
+            if isinstance(grid_thw, torch.Tensor):
+                grid_thw = grid_thw.to(hidden_states.device)
             return original(hidden_states, grid_thw, **kwargs)
         recorded = _recorded(hidden_states, self.tower)
         if recorded:
@@ -127,8 +130,8 @@ class Accelerated:
         if windows:
             x = x.view(len(plan.window_index), -1).index_select(0, plan.window_index).view(x.shape)
         positions, runs = self._cos_sin(plan), self._runs(plan, x)
-        watched = (module for block in tower.blocks for module in (block, block.norm1, block.norm2))
-        fused = self._fused(x, tower.blocks[0].norm1) and not any(map(has_hooks, watched)) and not _recorded(x, tower)
+        fused = not _recorded(x, tower) and not any(map(has_hooks, tower.blocks))
+        fused = fused and all(self._fused(x, norm) for block in tower.blocks for norm in (block.norm1, block.norm2))
         added = None  # what is to be added to x, and is in the next norm
         for i, block in enumerate(tower.blocks):
             whole = not windows or i in tower.fullatt_block_indexes
@@ -158,6 +161,7 @@ class Accelerated:
             rows = 1 << max(plan.max_position, 255).bit_length()  # doubled, so few are ever made
             with torch.inference_mode(False):  # a training step may follow
                 fits = [rotary_table(self.geometry, rows - 1, device=plan.device)]
+            wait_once(plan.device)
             self.tables += fits  # the smaller ones stay: graphs read them
         return tuple(half[plan.window_pos_ids].flatten(1).repeat(1, 2) for half in fits[0])
 
@@ -168,8 +172,8 @@ class Accelerated:
         return x, block.mlp(normed)
 
     def _block(self, block, hidden_states, *args, **kwargs):
-        aside = has_hooks(block.norm1) or has_hooks(block.norm2) or _recorded(hidden_states, block)
-        if args or aside or not self._fused(hidden_states, block.norm1):
+        fused = all(self._fused(hidden_states, norm) for norm in (block.norm1, block.norm2))
+        if args or not fused or _recorded(hidden_states, block):
             return type(block).forward(block, hidden_states, *args, **kwargs)
         x, added = self._layer(block, hidden_states, None, **kwargs)
         return x + added
@@ -177,7 +181,7 @@ class Accelerated:
     def _embed(self, hidden_states):
         """The convolution of patches that do not overlap, as the product that it is: pixels (N, K) -> (N, C)."""
         layer = self.tower.patch_embed
-        if type(layer.proj) is not torch.nn.Conv3d or layer.proj.bias is not None or has_hooks(layer.proj):
+        if not _is(layer.proj, "Conv3d") or layer.proj.bias is not None:
             return type(layer).forward(layer, hidden_states)
         weight = layer.proj.weight
         weight = weight.reshape(len(weight), -1)
@@ -187,7 +191,7 @@ class Accelerated:
         if torch.compiler.is_compiling() or _recorded(x, mlp):
             return type(mlp).forward(mlp, x)
         hooked = any(map(has_hooks, mlp.children()))  # what they see is not made below
-        fused = self._fused(x, mlp) and not hooked
+        fused = self._serves(x, mlp) and not hooked
         if "mlp" in self.parts and padding.serves(mlp) and not hooked:
             padded = self.padded.get(mlp)
             if padded is None or not padded.whole():
@@ -212,11 +216,14 @@ class Accelerated:
         more = config.output_hidden_states or config.output_attentions or not config.return_dict
         return not asked and kwargs.get("return_dict") is not False and not more
 
-    def _fused(self, x, module) -> bool:
-        """Whether the kernels of `norms` serve x and this module, where autograd records nothing."""
-        if "norms" not in self.parts or torch.compiler.is_compiling() or not _installed("triton"):
+    def _fused(self, x, norm) -> bool:
+        return _is(norm, "LayerNorm", "Qwen2_5_VLRMSNorm") and self._serves(x, norm)
+
+    def _serves(self, x, module) -> bool:
+        """Whether the kernels of `norms` serve x and this module's weights, where autograd records nothing."""
+        weight = next(module.parameters(), None)
+        if "norms" not in self.parts or torch.compiler.is_compiling() or not _installed("triton") or weight is None:
             return False
-        weight = next(module.parameters())
         return x.device.type in FUSED_ON and x.dim() == 2 and x.is_contiguous() and x.dtype == weight.dtype
 
     def _on_cpu(self, grid_thw):
@@ -247,9 +254,12 @@ def _recorded(x, module) -> bool:
 
 
 def _norm(module, x, residual=None):
+    if residual is not None:  # a hook may have returned something else than the kernel takes
+        residual = residual.expand_as(x).contiguous()
     eps = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
     return _kernels().norm(x, module.weight, getattr(module, "bias", None), eps, residual)
 
 
 def _is(module, *names) -> bool:
-    return type(module).__name__ in names
+    """Whether a module is of one of these classes, and nothing hangs on its forward."""
+    return type(module).__name__ in names and "forward" not in module.__dict__ and not has_hooks(module)
