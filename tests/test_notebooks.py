@@ -77,7 +77,7 @@ def test_a_notebook_writes_its_rows_and_figures(notebook, tmp_path, monkeypatch)
     shown = [o for c in executed.cells if c.cell_type == "code" for o in c.outputs if "image/png" in o.get("data", {})]
     assert len(shown) == n_figures  # each once, in the notebook too
     said = "".join(o.get("text", "") for c in executed.cells if c.cell_type == "code" for o in c.outputs)
-    assert f"wrote data/results/{csv.parent.name}/{csv.name}" in said
+    assert f"wrote {csv.resolve()}" in said
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)

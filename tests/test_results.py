@@ -134,8 +134,9 @@ def test_finish_says_what_was_written_and_what_is_wrong(run, capsys):
     run.count("D = 80", "numba", SHARE, 0.98)
     run.finish()
     said = capsys.readouterr().out.splitlines()
-    csv = f"{run.root.resolve()}/data/results/{run.slug}/2_rot_pos_ids"  # whole, for it lies outside the repository
-    assert said[:3] == [f"wrote {run.root.resolve()}/data/env/{run.env_id}.json", f"wrote {csv}.csv", f"wrote {csv}-counts.csv"]
+    data = f"{run.root.resolve()}/data"  # whole, for it lies outside the repository
+    csv = f"{data}/results/{run.slug}/2_rot_pos_ids"
+    assert said[:3] == [f"wrote {data}/env/{run.env_id}.json", f"wrote {csv}.csv", f"wrote {csv}-counts.csv"]
     assert len(said) == 5 and all(line.startswith("a peer is left out: ") and "liger" in line for line in said[3:])
     assert all((run.root / path).is_file() and not path.is_absolute() for path in run.paths())
     run.add(
@@ -154,7 +155,7 @@ def test_finish_says_what_was_written_and_what_is_wrong(run, capsys):
         "numba, D = 64): 1.2",
     ):
         assert what in str(error.value)
-    assert "wrote data/results" in capsys.readouterr().out
+    assert "/data/results" in capsys.readouterr().out
 
 
 def test_figures_are_the_same_bytes_every_time(run):
