@@ -10,7 +10,7 @@ import torch
 
 import vitkit
 from tower_models import ALL, GRIDS, KINDS, accelerate, batch, error, make, outputs
-from vitkit.models import PARTS, attention, restore_
+from vitkit.models import PARTS, attention, restore_, window_kernels
 from vitkit.models import tower as module
 
 transformers = pytest.importorskip("transformers")
@@ -36,12 +36,16 @@ def test_equal_to_transformers(tower, parts):
 
 def test_norms_in_the_towers(tower, monkeypatch):
     monkeypatch.setattr(module, "FUSED_ON", ("cpu", "cuda"))  # under Triton's interpreter, which is slow
+    monkeypatch.setattr(module, "FUSED_DTYPES", (torch.float32,))  # windows too
+    launched, launch = [], window_kernels.rotate_and_attend
+    monkeypatch.setattr(window_kernels, "rotate_and_attend", lambda *args: launched.append(1) or launch(*args))
     pixels, grid = batch([[1, 4, 4]], tower)
     with torch.no_grad():
         exact = outputs(tower, pixels, grid)
         for parts in (ALL, ["norms"], ["plan", "norms", "mlp"], ["plan", "norms"]):
             with accelerate(tower, parts):
                 assert error(outputs(tower, pixels, grid), exact) < 2e-6
+        assert len(launched) == (len(tower.blocks) - 1 if hasattr(tower, "fullatt_block_indexes") else 0)
         with accelerate(tower):
             seen = []
             handle = tower.blocks[0].register_forward_hook(lambda *_: seen.append(1))
@@ -62,7 +66,7 @@ def test_the_parts_are_really_used(tower, monkeypatch):
 
         return call
 
-    monkeypatch.setattr(module, "apply_rotary_qk", counted("rotary", module.apply_rotary_qk))
+    monkeypatch.setattr(attention, "apply_rotary_qk", counted("rotary", attention.apply_rotary_qk))
     monkeypatch.setattr(module.VisionPlan, "from_grid", counted("plan", vitkit.VisionPlan.from_grid))
     monkeypatch.setattr(attention, "attend", counted("attention", attention.attend))
     monkeypatch.setattr(module.padding.Padded, "hidden", counted("mlp", module.padding.Padded.hidden))

@@ -12,6 +12,8 @@ from itertools import groupby
 import torch
 import torch.nn.functional as F
 
+from ..rotary import apply_rotary_qk
+
 
 def exchange(function, names: dict):
     """`function` with other objects for some of its global names; ValueError where it does not look one up."""
@@ -38,15 +40,29 @@ def exchange(function, names: dict):
 _exchanged = {}
 
 
+def rotate(q, k, cos, sin):
+    """`apply_rotary_qk`; q and k as they are where cos is None, since `attend` will rotate them."""
+    return (q, k) if cos is None else apply_rotary_qk(q, k, cos, sin)
+
+
 def attend(
-    module, query, key, value, attention_mask=None, scaling=None, cu_seq_lens_q=None, max_length_q=None, runs=None, **_
-):
+    module, query, key, value, attention_mask=None, scaling=None, cu_seq_lens_q=None, max_length_q=None, runs=None,
+    angles=None, **_,
+):  # fmt: skip
     """q, k, v (1, H, S, D), and offsets int32 (segments + 1) -> ((1, S, H, D), None); every segment for itself.
 
     By torch's variable-length attention where it serves, and otherwise by one call a run of neighbours of one length.
     runs: as `runs_of` returns them, where they are known on the host; without them the offsets are read back.
+    angles: cos and sin (S, D), where q and k are not rotated yet: then in one launch if `window_kernels` serves them.
     """
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (S, H, D): views, as is every transpose here
+    if angles is not None:
+        from . import window_kernels
+
+        if window_kernels.serves(q, k, v, max_length_q):
+            out = window_kernels.rotate_and_attend(q, k, v, *angles, cu_seq_lens_q, max_length_q, scaling)
+            return out.unsqueeze(0), None
+        q, k = apply_rotary_qk(q, k, *angles)
     if varlen_serves(q.device, q.dtype, q.shape[-1]):
         if max_length_q is None:
             max_length_q = int(cu_seq_lens_q.diff().max())

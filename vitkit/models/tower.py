@@ -10,9 +10,9 @@ import torch
 from ..geometry import Geometry
 from ..indices import _installed
 from ..plan import VisionPlan
-from ..rotary import apply_rotary_qk, rotary_table
+from ..rotary import rotary_table
 from . import mlp as padding
-from .attention import NAMES, exchange, runs_of, varlen_serves
+from .attention import NAMES, exchange, rotate, runs_of, varlen_serves
 from .graphs import Graphs, has_hooks, wait_once
 
 TRANSFORMERS = (5, 17)  # the first version whose towers take their index tensors as keyword arguments
@@ -20,6 +20,7 @@ TOWERS = {
     "Qwen2VisionTransformerPretrainedModel": "transformers.models.qwen2_vl.modeling_qwen2_vl",
     "Qwen2_5_VisionTransformerPretrainedModel": "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl",
 }
+FUSED_DTYPES = (torch.bfloat16, torch.float16)  # of q, k and v that windows are attended to in one launch
 FUSED_ON = ("cuda",)  # types of devices on which the kernels of `norms` run
 # What a caller may have computed himself; then it is his that counts.
 INDEX_TENSORS = frozenset(
@@ -91,7 +92,7 @@ class Accelerated:
     def _exchanged_names(self) -> dict:
         out = {}
         if "rotary" in self.parts:
-            out["apply_rotary_pos_emb_vision"] = apply_rotary_qk
+            out["apply_rotary_pos_emb_vision"] = rotate
         if "attention" in self.parts:
             out |= NAMES
         return out
@@ -132,6 +133,7 @@ class Accelerated:
         positions, runs = self._cos_sin(plan), self._runs(plan, x)
         fused = not _recorded(x, tower) and not any(map(has_hooks, tower.blocks))
         fused = fused and all(self._fused(x, norm) for block in tower.blocks for norm in (block.norm1, block.norm2))
+        in_one = self._rotates_in_attention(x)
         added = None  # what is to be added to x, and is in the next norm
         for i, block in enumerate(tower.blocks):
             whole = not windows or i in tower.fullatt_block_indexes
@@ -139,6 +141,8 @@ class Accelerated:
             if not whole:
                 offsets, longest = plan.cu_window_seqlens, plan.max_window_seqlen
             options = {"cu_seqlens": offsets, "max_seqlen": longest, "position_embeddings": positions, **runs[whole]}
+            if not whole and in_one:  # the attention rotates as well
+                options |= {"position_embeddings": (None, None), "angles": positions}
             if fused:
                 x, added = self._layer(block, x, added, **options)
             else:
@@ -146,6 +150,13 @@ class Accelerated:
         x = x if added is None else x + added
         merged = tower.merger(x)
         return x, merged.index_select(0, plan.reverse_index) if windows else merged
+
+    def _rotates_in_attention(self, x) -> bool:
+        """Whether windows are rotated and attended to in one launch, where autograd records nothing."""
+        if not {"rotary", "attention"} <= self.parts or not self.geometry.window or not _installed("triton"):
+            return False
+        watched = any(has_hooks(m) for block in self.tower.blocks for m in (block.attn, block.attn.qkv))
+        return x.device.type in FUSED_ON and x.dtype in FUSED_DTYPES and not watched and not _recorded(x, self.tower)
 
     def _runs(self, plan, x) -> dict:
         """{whole frames or windows: keywords of `attend`}: runs of segments, where its calls go by them."""

@@ -59,7 +59,7 @@ def _quick_gelu_kernel(x_ptr, n, BLOCK_C: tl.constexpr):
     tl.store(x_ptr + o_x, (x / (1.0 + tl.exp(-1.702 * x))).to(x_ptr.dtype.element_ty), mask=m_x)
 
 
-def _on(x):
+def on_device_of(x):
     """Makes the device of x the current one, where Triton launches."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
@@ -70,7 +70,7 @@ def norm(x, weight, bias, eps, residual=None):
     out = torch.empty_like(x)
     total = torch.empty_like(x) if residual is not None else None
     block = triton.next_power_of_2(n_columns)
-    with _on(x):
+    with on_device_of(x):
         _norm_kernel[(n_rows,)](
             x, x if residual is None else residual, weight, weight if bias is None else bias,
             out if total is None else total, out, n_columns, eps, RESIDUAL=residual is not None,
@@ -83,13 +83,13 @@ def swiglu(x):
     """(N, 2W), gate and up side by side -> (N, W): silu(gate) * up, rounded once."""
     n_rows, width = x.shape[0], x.shape[1] // 2
     out = x.new_empty(n_rows, width)
-    with _on(x):
+    with on_device_of(x):
         _swiglu_kernel[(n_rows, triton.cdiv(width, BLOCK))](x, out, x.stride(0), width, BLOCK_C=BLOCK, num_warps=4)
     return out
 
 
 def quick_gelu_(x):
     """x * sigmoid(1.702 x) in place, rounded once."""
-    with _on(x):
+    with on_device_of(x):
         _quick_gelu_kernel[(triton.cdiv(x.numel(), BLOCK),)](x, x.numel(), BLOCK_C=BLOCK, num_warps=4)
     return x
