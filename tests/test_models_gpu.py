@@ -32,7 +32,7 @@ def random_grid(rng, images=4, frames=3, side=12):
     ]
 
 
-@pytest.mark.parametrize("parts", [["plan", "attention"], ["embed"], ["rotary"], ["mlp"], ["norms"], ALL, "auto"])
+@pytest.mark.parametrize("parts", [["plan", "attention"], ["embed"], ["rotary"], ["mlp"], ["norms"], ["plan", "rotary", "attention", "windows"], ALL, "auto"])
 def test_no_further_from_float32_than_the_original(tower, parts):
     exact_of = reference(tower)
     with torch.no_grad():
@@ -215,7 +215,7 @@ def test_gradients_and_a_grid_on_the_gpu(tower):
 
     exact = gradients()
     with accelerate(tower, "auto"):
-        with pytest.warns(UserWarning, match="gradients are recorded.*graph, mlp, norms"):
+        with pytest.warns(UserWarning, match="gradients are recorded.*graph, mlp, norms, windows"):
             mine = gradients()
         with warnings.catch_warnings():
             warnings.simplefilter("error")

@@ -13,7 +13,7 @@ from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionCon
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 
 KINDS = ("qwen2_5_vl", "qwen2_vl")
-ALL = ("plan", "embed", "rotary", "attention", "mlp", "norms")  # every part but graph
+ALL = ("plan", "embed", "rotary", "attention", "windows", "mlp", "norms")  # every part but graph
 GRIDS = ([[1, 8, 8]], [[1, 18, 22], [3, 10, 14]], [[2, 4, 6], [1, 2, 2], [1, 30, 8]])
 
 

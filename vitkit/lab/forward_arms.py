@@ -16,6 +16,7 @@ GPU_PARTS = {
     "+embed": ("plan", "attention", "rotary", "embed"),
     "+mlp": ("plan", "attention", "rotary", "embed", "mlp"),
     "+norms": ("plan", "attention", "rotary", "embed", "mlp", "norms"),
+    "+windows": ("plan", "attention", "rotary", "embed", "mlp", "norms", "windows"),
     "accelerate": "auto",  # and graph
 }
 CPU_PARTS = {

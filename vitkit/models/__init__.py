@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from .tower import Accelerated, accelerated, check_tower, modules
 
 # Names of the parts, in the order in which a forward pass meets them.
-PARTS = ("plan", "embed", "rotary", "attention", "mlp", "norms", "graph")
+PARTS = ("plan", "embed", "rotary", "attention", "windows", "mlp", "norms", "graph")
 CPU_PARTS = ("plan", "embed", "rotary", "attention")
 
 
@@ -24,6 +24,7 @@ def accelerate(tower, parts="auto"):
         embed       the convolution of the patches as one matrix product
         rotary      q and k rotated in one launch
         attention   torch's variable-length attention (16-bit, on a GPU), or one call a run of equal segments
+        windows     rotation and attention of a window in one launch (16-bit, on a GPU); needs plan, rotary, attention
         mlp         gate and up in one product at a width padded with zeros to a multiple of 8 (Qwen2.5-VL)
         norms       residual sum and norm in one launch, and the MLP's activation in one (GPU)
         graph       CUDA graphs by token budget, up to `graphs.MAX_TOKENS` patches; needs plan and attention
@@ -31,8 +32,8 @@ def accelerate(tower, parts="auto"):
     Angles follow the tower's config. With `mlp` a down_proj.weight is no contiguous tensor: `save_pretrained` and
     `torch.save` take it, safetensors' `save_file` after `.contiguous()`.
 
-    Where gradients are recorded, mlp, norms and graph step aside, with a warning once. ValueError names a tower or
-    a part that is not allowed, before anything is changed.
+    Where gradients are recorded, windows, mlp, norms and graph step aside, with a warning once. ValueError names a tower
+    or a part that is not allowed, before anything is changed.
     """
     mine = _apply(tower, parts)
     try:
@@ -82,6 +83,7 @@ def _check_parts(tower, parts) -> frozenset:
     if not chosen <= set(PARTS):
         unknown = sorted(map(repr, chosen - set(PARTS)))
         raise ValueError(f"parts holds {', '.join(unknown)}: 'auto' or an iterable of {', '.join(PARTS)} is allowed")
-    if "graph" in chosen and not {"plan", "attention"} <= chosen:
-        raise ValueError(f"parts={sorted(chosen)}: graph is allowed together with plan and attention alone")
+    for part, needs in (("graph", ("plan", "attention")), ("windows", ("plan", "rotary", "attention"))):
+        if part in chosen and not set(needs) <= chosen:
+            raise ValueError(f"parts={sorted(chosen)}: {part} is allowed together with {' and '.join(needs)} alone")
     return chosen

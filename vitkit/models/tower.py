@@ -108,7 +108,8 @@ class Accelerated:
             return original(hidden_states, grid_thw, **kwargs)
         recorded = _recorded(hidden_states, self.tower)
         if recorded:
-            self._aside(self.parts & {"mlp", "norms", "graph"}, "gradients are recorded; torch.no_grad() brings back")
+            why = "gradients are recorded; torch.no_grad() brings back"
+            self._aside(self.parts & {"windows", "mlp", "norms", "graph"}, why)
         if "plan" not in self.parts or INDEX_TENSORS & kwargs.keys():
             return original(hidden_states, grid_thw, **kwargs)
         grid, device = self._on_cpu(grid_thw), hidden_states.device
@@ -153,7 +154,7 @@ class Accelerated:
 
     def _rotates_in_attention(self, x) -> bool:
         """Whether windows are rotated and attended to in one launch, where autograd records nothing."""
-        if not {"rotary", "attention"} <= self.parts or not self.geometry.window or not _installed("triton"):
+        if "windows" not in self.parts or not self.geometry.window or not _installed("triton"):
             return False
         watched = any(has_hooks(m) for block in self.tower.blocks for m in (block.attn, block.attn.qkv))
         return x.device.type in FUSED_ON and x.dtype in FUSED_DTYPES and not watched and not _recorded(x, self.tower)
