@@ -36,7 +36,12 @@ def names(package, *sources):
 def test_what_imports_lead_to(package):
     assert names(package, "import math") == set()
     assert names(package, "import vitkit") == {"__init__.py", "one.py"}
-    assert names(package, "from vitkit.lab import other") == {"__init__.py", "one.py", "lab/__init__.py", "lab/other.py"}
+    assert names(package, "from vitkit.lab import other") == {
+        "__init__.py",
+        "one.py",
+        "lab/__init__.py",
+        "lab/other.py",
+    }
     # through a helper, a folder of ops that counts whole, and an import within a function
     assert names(package, "x = 1", "from vitkit.lab.used import z") == set(FILES) - {"lab/other.py"}
 

@@ -7,9 +7,9 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from tower_models import ALL, GRIDS, KINDS, accelerate, batch, error, make, outputs
 
 import vitkit
-from tower_models import ALL, GRIDS, KINDS, accelerate, batch, error, make, outputs
 from vitkit.models import PARTS, attention, restore_, window_kernels
 from vitkit.models import tower as module
 

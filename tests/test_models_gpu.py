@@ -7,9 +7,9 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from tower_models import ALL, GRIDS, KINDS, accelerate, batch, error, make, outputs
 
 import vitkit
-from tower_models import ALL, GRIDS, KINDS, accelerate, batch, error, make, outputs
 from vitkit.models import accelerated, graphs, restore_
 
 pytestmark = pytest.mark.gpu
@@ -32,7 +32,19 @@ def random_grid(rng, images=4, frames=3, side=12):
     ]
 
 
-@pytest.mark.parametrize("parts", [["plan", "attention"], ["embed"], ["rotary"], ["mlp"], ["norms"], ["plan", "rotary", "attention", "windows"], ALL, "auto"])
+@pytest.mark.parametrize(
+    "parts",
+    [
+        ["plan", "attention"],
+        ["embed"],
+        ["rotary"],
+        ["mlp"],
+        ["norms"],
+        ["plan", "rotary", "attention", "windows"],
+        ALL,
+        "auto",
+    ],
+)
 def test_no_further_from_float32_than_the_original(tower, parts):
     exact_of = reference(tower)
     with torch.no_grad():

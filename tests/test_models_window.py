@@ -16,7 +16,7 @@ DTYPES = [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float32
 
 def exact(qkv, cos, sin, offsets, scale):
     q, k, v = qkv.double().unbind(1)
-    q, k = (vitkit.apply_rotary_qk(q, k, cos.double(), sin.double(), impl="eager"))
+    q, k = vitkit.apply_rotary_qk(q, k, cos.double(), sin.double(), impl="eager")
     out = torch.full_like(v, float("nan"))
     for start, end in zip(offsets.tolist(), offsets.tolist()[1:]):
         parts = (x[start:end].transpose(0, 1) for x in (q, k, v))

@@ -13,6 +13,7 @@ import torch
 from .. import geometry as geo
 from .. import indices
 
+
 @cache
 def has_numba() -> bool:
     """Whether numba is installed, and imports: it refuses a NumPy that is too new for it."""
