@@ -54,9 +54,7 @@ def out_folder(out: str, size: str) -> str:
 def set_threads(threads: int) -> int:
     """torch's threads, which the numba rotary follows; 0 leaves them as they are. The number in force."""
     if isinstance(threads, bool) or not isinstance(threads, int) or not 0 <= threads <= MAX_THREADS:
-        raise ValueError(
-            f"threads={threads!r}: an integer of at least 0 and at most {MAX_THREADS} is allowed (0: torch's own number)"
-        )
+        raise ValueError(f"threads={threads!r}: an integer from 0 to {MAX_THREADS} is allowed (0: torch's own number)")
     if threads:
         torch.set_num_threads(threads)
     return torch.get_num_threads()

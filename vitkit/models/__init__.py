@@ -32,8 +32,8 @@ def accelerate(tower, parts="auto"):
     Angles follow the tower's config. With `mlp` a down_proj.weight is no contiguous tensor: `save_pretrained` and
     `torch.save` take it, safetensors' `save_file` after `.contiguous()`.
 
-    Where gradients are recorded, windows, mlp, norms and graph step aside, with a warning once. ValueError names what is
-    not allowed, a tower or a part, before anything is changed.
+    Where gradients are recorded, windows, mlp, norms and graph step aside, with a warning once. ValueError names what
+    is not allowed, a tower or a part, before anything is changed.
     """
     mine = _apply(tower, parts)
     try:
