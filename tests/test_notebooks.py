@@ -14,12 +14,14 @@ from vitkit.lab.tables import is_correct  # noqa: E402
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 THEIRS = ("transformers", "copy")
+FORWARDS = ("plan", "plan+rotary", "+embed", "accelerate")
 PLANS = ("auto", "size_cache", "size_cache_numpy", "size_cache_cold")
 EXPECTED = {  # implementations of every op, figures, tables
     "1_fused_qk_rotary": ({"apply_rotary_qk": {"eager", "numba", "numba_in_place", "numba_from_pos", *THEIRS}}, 4, 3),
     "2_rot_pos_ids": ({"rot_pos_ids": {"reference", "torch", "numba", *THEIRS}}, 2, 2),
     "3_window_index": ({op: {"reference", "torch", "numba", *THEIRS} for op in ("window_index", "cu_seqlens")}, 5, 2),
     "4_host_device_traffic": ({"VisionPlan.from_grid": {"reference", "torch", "numba", *PLANS, *THEIRS}}, 3, 3),
+    "5_vit_forward": ({"accelerate": {"transformers", *FORWARDS}, "matmul": {"matmul"}}, 3, 4),
 }
 
 
@@ -75,7 +77,7 @@ def test_a_notebook_writes_its_rows_and_figures(notebook, tmp_path, monkeypatch)
     shown = [o for c in executed.cells if c.cell_type == "code" for o in c.outputs if "image/png" in o.get("data", {})]
     assert len(shown) == n_figures  # each once, in the notebook too
     said = "".join(o.get("text", "") for c in executed.cells if c.cell_type == "code" for o in c.outputs)
-    assert f"wrote data/results/{csv.parent.name}/{csv.name}" in said
+    assert f"wrote {csv.resolve()}" in said
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)

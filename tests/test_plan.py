@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -148,8 +150,33 @@ def test_other_bad_arguments():
 
 
 def test_a_device_of_another_kind_gets_a_copy():
+    assert VisionPlan.from_grid([[1, 8, 8]], QWEN).to("meta").window_index.is_meta
     plan = VisionPlan.from_grid([[1, 8, 8]], QWEN, device="meta")
     assert plan.window_index.device.type == "meta" and plan.rot_pos_ids.shape == (64, 2)
+
+
+@pytest.mark.parametrize("impl", ["numba", "torch", "reference", "auto"])
+def test_torchs_default_device_does_not_matter(impl):
+    right = VisionPlan.from_grid([[1, 8, 12]], QWEN)
+    fixed = {"tokens": 200, "images": 2, "frames": 2, "windows": 20, "device": "cpu"}
+    with torch.device("meta"):  # stands for a GPU
+        plan = VisionPlan.from_grid([[1, 8, 12]], QWEN, impl=impl)
+        budget = VisionPlan.for_budget(QWEN, **fixed).update([[1, 8, 12]]).replay()
+    same(plan.window_pos_ids, right.window_pos_ids)
+    same(budget.cu_window_seqlens[: len(right.cu_window_seqlens)].contiguous(), right.cu_window_seqlens)
+
+
+def test_first_called_in_a_compiled_function():
+    code = (
+        "import torch; from vitkit import Geometry, VisionPlan; g = Geometry()\n"
+        "f = torch.compile(lambda x, grid: x + VisionPlan.from_grid(grid, g).cu_seqlens.sum(), backend='eager')\n"
+        "assert float(f(torch.ones(1), [[1, 8, 8]])) == 65 and float(f(torch.ones(1), [[2, 8, 8]])) == 193\n"
+        "b = VisionPlan.for_budget(g, tokens=64, images=1, frames=1, windows=9, device='cpu')\n"
+        "h = torch.compile(lambda x, grid: x + b.update(grid).num_tokens, backend='eager')\n"
+        "assert float(h(torch.ones(1), [[1, 4, 8]])) == 33"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_plans_are_equal_by_grid_and_geometry():
@@ -171,6 +198,23 @@ def test_auto_takes_the_second_way_from_its_threshold_on(monkeypatch):
     monkeypatch.setattr(plan_module, "_auto", lambda device, threads: ways)
     taken = [plan_module._choose("auto", n, torch.device("cpu"))[0] for n in (63, 64, 65)]
     assert taken == ["first", "second", "second"]
+
+
+def test_numba_that_does_not_import_is_as_none(monkeypatch):
+    def refuse(name):
+        raise ImportError("Numba needs NumPy 2.3 or less")
+
+    monkeypatch.setattr(plan_module.host, "import_module", refuse)
+    plan_module.host.has_numba.cache_clear()
+    tuned.forget()
+    try:
+        plan = VisionPlan.from_grid([[1, 8, 8]], QWEN)
+        assert plan.impl == "torch" and "numba not installed" in plan.chosen_by
+        with pytest.raises(ValueError, match="numba is not installed"):
+            VisionPlan.from_grid([[1, 8, 8]], QWEN, impl="numba")
+    finally:
+        plan_module.host.has_numba.cache_clear()
+        tuned.forget()
 
 
 def test_what_is_not_installed(monkeypatch):

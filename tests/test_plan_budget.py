@@ -113,9 +113,16 @@ def test_the_kernel_beyond_the_batch_under_the_interpreter():
 
 
 def test_bounds_hold_for_the_widest_batch():
-    plan = VisionPlan.for_budget(QWEN, tokens=64, images=1, frames=1, windows=9, device="cpu")
+    plan = VisionPlan.for_budget(QWEN, tokens=np.int64(64), images=1, frames=1, windows=9, device="cpu")
     plan.update([[1, 2, 32]]).replay()
     batch = VisionPlan.from_grid([[1, 2, 32]], QWEN)
     for name in ("max_seqlen", "max_window_seqlen", "max_position"):
         assert type(getattr(plan, name)) is int and getattr(plan, name) >= getattr(batch, name)
     assert plan.max_seqlen == 64 and plan.max_position == 31
+
+
+def test_built_in_inference_mode_and_used_outside():
+    with torch.inference_mode():
+        plan = VisionPlan.for_budget(QWEN, **BUDGET, device=DEVICE)
+    plan.update([[1, 8, 12]]).replay()
+    check(plan, [[1, 8, 12]])

@@ -134,8 +134,9 @@ def test_finish_says_what_was_written_and_what_is_wrong(run, capsys):
     run.count("D = 80", "numba", SHARE, 0.98)
     run.finish()
     said = capsys.readouterr().out.splitlines()
-    csv = f"data/results/{run.slug}/2_rot_pos_ids"
-    assert said[:3] == [f"wrote data/env/{run.env_id}.json", f"wrote {csv}.csv", f"wrote {csv}-counts.csv"]
+    data = f"{run.root.resolve()}/data"  # whole, for it lies outside the repository
+    csv = f"{data}/results/{run.slug}/2_rot_pos_ids"
+    assert said[:3] == [f"wrote {data}/env/{run.env_id}.json", f"wrote {csv}.csv", f"wrote {csv}-counts.csv"]
     assert len(said) == 5 and all(line.startswith("a peer is left out: ") and "liger" in line for line in said[3:])
     assert all((run.root / path).is_file() and not path.is_absolute() for path in run.paths())
     run.add(
@@ -154,7 +155,7 @@ def test_finish_says_what_was_written_and_what_is_wrong(run, capsys):
         "numba, D = 64): 1.2",
     ):
         assert what in str(error.value)
-    assert "wrote data/results" in capsys.readouterr().out
+    assert "/data/results" in capsys.readouterr().out
 
 
 def test_figures_are_the_same_bytes_every_time(run):
@@ -179,6 +180,7 @@ def test_the_code_hash_follows_sources_only(tmp_path):
     (tmp_path / "vitkit" / "lab").mkdir(parents=True)
     (tmp_path / "notebooks").mkdir()
     module, notebook = tmp_path / "vitkit" / "lab" / "a.py", tmp_path / "notebooks" / "1_a.ipynb"
+    a, b = "from vitkit.lab import a\n", "b = 2"
 
     def write(code, source, outputs=()):
         module.write_text(code)
@@ -186,8 +188,8 @@ def test_the_code_hash_follows_sources_only(tmp_path):
         notebook.write_text(json.dumps({"cells": [cell], "metadata": {}}))
         return results.code_hash("1_a", tmp_path)
 
-    first = write("x = 1", ["a\n", "b"])
+    first = write("x = 1", [a, b])
     (tmp_path / "vitkit" / "__pycache__").mkdir()
     (tmp_path / "vitkit" / "__pycache__" / "a.pyc").write_text("")
-    assert first == write("x = 1", "a\nb", ["output"]) and len(first) == 64
-    assert len({first, write("x = 2", "a\nb"), write("x = 1", "a\nc"), results.code_hash("none", tmp_path)}) == 4
+    assert first == write("x = 1", a + b, ["output"]) and len(first) == 64
+    assert len({first, write("x = 2", a + b), write("x = 1", a + "c = 2"), results.code_hash("none", tmp_path)}) == 4

@@ -1,4 +1,4 @@
-"""A forward of transformers' tower with a plan's index tensors gives the same result as with its own."""
+"""The towers of the notebooks; a forward with a plan's index tensors gives the same result as with its own."""
 
 import pytest
 import torch
@@ -70,6 +70,76 @@ def test_a_tower_that_cannot_be_made_is_a_row(monkeypatch):
     monkeypatch.setitem(tower.NARROW, "depth", "two")
     ((case, version, metric, value, _),) = tower.forward_rows([("two", GRID)], GEOMETRY, CPU)
     assert (case, version, value) == ("two", "forward", None) and metric.startswith("failed: ")
+
+
+TINY_TEXT = {
+    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 64,
+    "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", tower.TOWERS)
+def test_a_tower_for_each_model(name):
+    geometry = getattr(Geometry, name)()
+    one = tower.make_tower(geometry, CPU, depth=3)
+    assert tower.tower_name(one) == name and len(one.blocks) == 3 and not one.training
+    assert one.rotary_pos_emb.inv_freq.dtype == torch.float32
+    outputs = [call() for call in tower.forwards(one, GRID, geometry, CPU).values()]
+    assert outputs[0].shape == (96, 64) and outputs[0].std() > 0
+    torch.testing.assert_close(*outputs, rtol=0, atol=0)
+
+
+def test_rows_of_a_forward_without_windows():
+    rows = list(tower.forward_rows([("two", GRID)], Geometry.qwen2_vl(), CPU))
+    values = {row[1:3]: row[3] for row in rows}
+    assert values["forward sdpa: plan", "largest difference of the outputs"] == 0
+    assert values["forward sdpa: transformers", traffic.BYTES] == 2 * 8 * 384 + 4 * 4  # int64 ids, int32 offsets
+    assert values["forward sdpa: plan", traffic.BYTES] == 2 * 4 * 384 + 4 * 4
+
+
+@pytest.mark.parametrize("name", tower.TOWERS)
+def test_the_published_dimensions(name):
+    geometry = getattr(Geometry, name)()
+    one = tower.make_tower(geometry, "meta", **(tower.PUBLISHED if geometry.window else tower.PUBLISHED_QWEN2))
+    assert Geometry.from_config(one.config) == geometry
+    assert len(one.blocks) == 32 and one.merger.mlp[2].out_features == 3584
+    assert sum(p.numel() for p in one.parameters()) == pytest.approx(0.67e9, rel=0.02)
+
+
+def test_towers_by_name():
+    both = tower.make_towers("both", "", CPU)
+    assert list(both) == ["qwen2_5_vl", "qwen2_vl"] and all(len(one.blocks) == 4 for one in both.values())
+    assert list(tower.make_towers("qwen2_vl", "", CPU)) == ["qwen2_vl"]
+    with pytest.raises(ValueError, match="tower='qwen3_vl': one of qwen2_5_vl, qwen2_vl and both is allowed"):
+        tower.make_towers("qwen3_vl", "", CPU)
+    with pytest.raises(ValueError, match="tower is a Linear: a Qwen2_5_VisionTransformerPretrainedModel or"):
+        tower.tower_name(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("name", tower.TOWERS)
+def test_the_tower_of_a_checkpoint(name, tmp_path):
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    vision = dict(tower.NARROW if name == "qwen2_5_vl" else tower.NARROW_QWEN2)
+    width = "out_hidden_size" if name == "qwen2_5_vl" else "hidden_size"
+    ids = {f"{what}_token_id": i for i, what in enumerate(("image", "video", "vision_start", "vision_end"))}
+    config = AutoConfig.for_model(name, text_config=TINY_TEXT, vision_config=vision | {width: 32}, **ids)
+    whole = AutoModelForImageTextToText.from_config(config)
+    whole.save_pretrained(tmp_path)
+    both = tower.make_towers("both", str(tmp_path), CPU)
+    assert list(both) == [name] and not both[name].training
+    theirs = dict(whole.model.visual.named_parameters())
+    assert all(torch.equal(p, theirs.pop(key)) and p.dtype == torch.float32 for key, p in both[name].named_parameters())
+    assert not theirs and both[name].config._attn_implementation == "sdpa"
+
+
+def test_a_checkpoint_of_another_kind_is_refused(tmp_path):
+    from transformers import BertConfig
+
+    BertConfig().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="is a bert: a checkpoint of qwen2_5_vl or qwen2_vl is allowed"):
+        tower.load_tower(str(tmp_path), CPU)
 
 
 @pytest.mark.gpu

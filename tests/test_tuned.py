@@ -51,12 +51,14 @@ def test_another_number_of_threads_is_another_measurement():
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("spoil", ["cut", "foreign", "bytes", "negative", "text", "missing", "folder", "list"])
+@pytest.mark.parametrize("spoil", ["cut", "foreign", "bytes", "negative", "text", "missing", "folder", "list", "deep"])
 def test_a_file_that_is_not_to_be_believed_is_ignored_with_one_warning(spoil):
     path = tuned.save(CPU, dict.fromkeys(tuned.OPS, 7))
     content = json.loads(path.read_text())
     if spoil == "cut":
         path.write_text(path.read_text()[:-9])
+    elif spoil == "deep":
+        path.write_text("[" * 100_000)
     elif spoil == "bytes":
         path.write_bytes(b"\xff\xfe\x00")
     elif spoil == "folder":
@@ -78,6 +80,24 @@ def test_a_file_that_is_not_to_be_believed_is_ignored_with_one_warning(spoil):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         VisionPlan.from_grid([[1, 8, 8]], Geometry())
+
+
+def test_without_a_home_the_defaults_hold(monkeypatch):
+    def nowhere():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("VITKIT_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(tuned.Path, "home", nowhere)
+    tuned.forget()
+    assert tuned.crossover("VisionPlan", CPU) == (math.inf, "default for cpu")
+
+
+def test_a_save_that_fails_leaves_nothing_behind(folder):
+    tuned.file_of(CPU).mkdir()
+    with pytest.raises(OSError):
+        tuned.save(CPU, dict.fromkeys(tuned.OPS, 1))
+    assert [path.name for path in folder.iterdir()] == [tuned.file_of(CPU).name]
 
 
 def test_a_version_is_part_of_the_key(monkeypatch):

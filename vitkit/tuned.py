@@ -47,7 +47,11 @@ def cached(function):
 
 @cached
 def _crossovers(device, threads):
-    measured = _read(file_of(device), describe(device))
+    try:
+        path = file_of(device)
+    except RuntimeError:  # no home directory
+        path = None
+    measured = path and _read(path, describe(device))
     if measured is not None:
         return {op: (value, "measured on this machine") for op, value in measured.items()}
     name = "cpu" if device.type == "cpu" else describe(device)["device"]
@@ -84,8 +88,11 @@ def save(device, crossovers: dict) -> Path:
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(f".{os.getpid()}.part")
-    part.write_text(json.dumps(content, indent=1) + "\n")
-    os.replace(part, path)
+    try:
+        part.write_text(json.dumps(content, indent=1) + "\n")
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
     forget()
     return path
 
@@ -109,7 +116,7 @@ def _read(path, key):
         values = {op: content["from_patches"][op] for op in OPS}
         values = {op: math.inf if value is None else value for op, value in values.items()}
         whole = content["key"] == key and all(type(v) in (int, float) and v >= 0 for v in values.values())
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         whole = False
     if whole:
         return values

@@ -17,6 +17,7 @@ from .results import repo_root
 from .timing import Case
 
 CPU_TOKENS, GPU_TOKENS = 12_960, 262_144
+MAX_THREADS = 1024  # torch takes any number, and a process dies of too many
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,8 @@ def out_folder(out: str, size: str) -> str:
 
 def set_threads(threads: int) -> int:
     """torch's threads, which the numba rotary follows; 0 leaves them as they are. The number in force."""
-    if isinstance(threads, bool) or not isinstance(threads, int) or threads < 0:
-        raise ValueError(f"threads={threads!r}: an integer of at least 0 is allowed (0: torch's own number)")
+    if isinstance(threads, bool) or not isinstance(threads, int) or not 0 <= threads <= MAX_THREADS:
+        raise ValueError(f"threads={threads!r}: an integer from 0 to {MAX_THREADS} is allowed (0: torch's own number)")
     if threads:
         torch.set_num_threads(threads)
     return torch.get_num_threads()

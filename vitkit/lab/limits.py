@@ -1,4 +1,5 @@
-"""What the machine allows, measured in the same run as the ops: a copy of the same bytes, and a launch of nothing.
+"""What the machine allows, measured in the same run as the ops: a copy of the same bytes, a launch of nothing, and a
+large matrix product.
 
 A limit stands among a case's calls and is called with the op's inputs, but it computes something else: it brings its
 own buffers, its own `check` and its own count of bytes.
@@ -84,3 +85,27 @@ class EmptyLaunch(Limit):
     def check(self, _) -> bool:
         """It ran; there is nothing else to compare."""
         return True
+
+
+class Matmul(Limit):
+    """The limit of arithmetic: the product of two n x n matrices of normal random numbers in `dtype`.
+
+    flop: floating-point operations of a call, 2 n^3. Large enough to fill the device: 8192 on a GPU, 1024 on a CPU.
+    """
+
+    def __init__(self, n: int, dtype, device):
+        if n < 1 or not dtype.is_floating_point:
+            raise ValueError(f"n={n}, dtype={dtype}: at least 1 and a floating-point dtype are allowed")
+        self.flop = 2 * n**3
+        generator = torch.Generator(device).manual_seed(0)
+        self.a, self.b = (torch.randn(n, n, generator=generator, dtype=dtype, device=device) for _ in range(2))
+
+    def __call__(self, *_):
+        return self.a @ self.b
+
+    def check(self, product):
+        """Whether the first rows are those of the product in float64, up to the rounding of `dtype`, and by how much
+        they differ: arithmetic of less precision, such as TF32, would be another limit."""
+        exact = self.a[:4].double() @ self.b.double()
+        error = float((product[:4].double() - exact).norm() / exact.norm())
+        return error <= max(torch.finfo(product.dtype).eps, 2e-6), f"error {error:.2g}"

@@ -19,7 +19,7 @@ import torch._functorch.config
 # Implementations that are not ours: one of them that fails or is wrong is reported and fails no run.
 PEERS = (
     *("transformers", "torch_compile", "flash_attn_2x", "flash_attn_cat", "liger"),
-    *("transformers_cpu_grid", "size_cache", "size_cache_numpy", "size_cache_cold"),
+    *("transformers_cpu_grid", "size_cache", "size_cache_numpy", "size_cache_cold", "transformers_varlen"),
 )
 
 

@@ -3,9 +3,7 @@
 A row is on the disk when `Run.add` returns, so that an interrupt loses nothing that had finished.
 """
 
-import hashlib
 import io
-import json
 import os
 import re
 import secrets
@@ -15,7 +13,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from vitkit.lab import env
+from vitkit.lab import code, env
 from vitkit.lab.peers import PEERS
 from vitkit.lab.rows import COLUMNS, COUNT_COLUMNS, STAMP, append_lines, as_text, check_header, read_rows, typed
 
@@ -29,22 +27,10 @@ def repo_root() -> Path:
 
 
 def code_hash(notebook_stem: str, root=None) -> str:
-    """sha256 over every vitkit/**/*.py (name and bytes) and the cells' sources of notebooks/<notebook_stem>.ipynb.
-
-    Outputs and metadata of the notebook do not count: running it must not change the hash.
-    """
+    """`code.code_hash` of notebooks/<notebook_stem>.ipynb and the library in `root`, or the installed one."""
     root = Path(root) if root else repo_root()
     package = root / "vitkit" if (root / "vitkit").is_dir() else Path(__file__).resolve().parents[1]
-    digest = hashlib.sha256()
-    files = [path for path in package.rglob("*.py") if ".ipynb_checkpoints" not in path.parts]
-    for path in sorted(files, key=lambda path: path.relative_to(package).as_posix()):
-        content = path.read_bytes()
-        digest.update(f"{path.relative_to(package).as_posix()}\0{len(content)}\0".encode() + content)
-    notebook = root / "notebooks" / f"{notebook_stem}.ipynb"
-    if notebook.is_file():
-        cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
-        digest.update(json.dumps([[cell["cell_type"], "".join(cell["source"])] for cell in cells]).encode())
-    return digest.hexdigest()
+    return code.code_hash(root / "notebooks" / f"{notebook_stem}.ipynb", package)
 
 
 class Run:
@@ -133,7 +119,7 @@ class Run:
         A peer's failure is printed and no more: it says something about the peer's installation.
         """
         for path in self.paths():
-            print(f"wrote {path.as_posix()}")
+            print(f"wrote {_shown(self.root / path)}")
         df, counts = self.frame(), self.count_frame()
         failed = df[~df.correct.eq(True).fillna(False) | df.error.ne("") | df.median_us.isna()]
         said = [(r.impl, f"({r.op}, {r.impl}, {r.case}): {r.error or r.note or 'wrong'}") for r in failed.itertuples()]
@@ -181,6 +167,12 @@ class Run:
     def _note(self, path):
         if path not in self._written:
             self._written.append(path)
+
+
+def _shown(path) -> str:
+    """Relative to the repository, for a file in it."""
+    path = Path(path).resolve()
+    return (path.relative_to(repo_root()) if path.is_relative_to(repo_root()) else path).as_posix()
 
 
 def _check_writable(folder, out):

@@ -28,6 +28,15 @@ STYLES = {
     "triton_from_pos_in_place": ("#8FB8DE", (3, 1, 0)),
     "triton_low": ("#5E4FA2", (4, 1, 45)),
     "triton_low_in_place": ("#A594D6", (8, 1, 0)),
+    # Forwards of a tower: transformers' in oranges, ours in blues that darken with every part that is added.
+    "transformers_varlen": ("#FDB863", (4, 0, 70)),
+    "plan": ("#C6DBEF", (5, 1, 180)),
+    "plan+rotary": ("#9ECAE1", (3, 0, 90)),
+    "+embed": ("#7DBBDF", (5, 0, 36)),
+    "+mlp": ("#57A0CE", (3, 0, 270)),
+    "+norms": ("#3182BD", (7, 0, 0)),
+    "+windows": ("#1D69B1", (4, 1, 20)),
+    "accelerate": ("#08519C", (9, 1, 0)),
 }
 OTHERS = [("#6E6E6E", "p"), ("#9A9A9A", "H"), ("#4A4A4A", "8")]
 LIMITS = {"copy": "--", "empty_launch": ":", "in_place_negate": "-."}

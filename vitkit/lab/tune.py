@@ -26,9 +26,7 @@ def run(device: torch.device, *, ladder=None, say=print, **options):
         raise ValueError(
             f"device={str(device)!r}: {missing[0]} is not installed, so there is nothing to choose between"
         )
-    tuned.folder().mkdir(parents=True, exist_ok=True)
-    if not os.access(tuned.folder(), os.W_OK):
-        raise ValueError(f"VITKIT_CACHE={str(tuned.folder())!r}: a folder that can be written is allowed")
+    _check_folder(device)
     geometry, found = Geometry.qwen2_5_vl(), {}
     options = {"budget_s": 0.15, "n_min": 20, **options}
     say(f"{'op':<14}{'patches':>9}{ways[0] + ', us':>12}{ways[1] + ', us':>12}")
@@ -52,6 +50,17 @@ def run(device: torch.device, *, ladder=None, say=print, **options):
         )
     say(f"wrote {tuned.save(device, found)}")
     return found
+
+
+def _check_folder(device):
+    """ValueError where what is measured could not be written."""
+    try:
+        folder = tuned.folder()
+    except RuntimeError:
+        raise ValueError("VITKIT_CACHE is not set and there is no home directory: a folder in it is allowed") from None
+    folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK) or tuned.file_of(device).is_dir():
+        raise ValueError(f"VITKIT_CACHE={str(folder)!r}: a folder that can be written is allowed")
 
 
 def crossover(times) -> float:

@@ -46,6 +46,8 @@ class VisionPlan:
         impl: a key of IMPLEMENTATIONS; "auto" takes the way that was the faster one at this size, on this device if
         `python -m vitkit tune` has measured it. ValueError names what is not allowed, before anything is computed.
         """
+        if torch.compiler.is_compiling():  # numba cannot be traced
+            return torch.compiler.disable(VisionPlan.from_grid)(grid_thw, geometry, device=device, impl=impl)
         grid, counts = host.read_grid(grid_thw, geometry)
         device = _device(device)
         impl, chosen_by = _choose(impl, counts[0], device)
@@ -59,7 +61,7 @@ class VisionPlan:
             table = upload_table(grid, geometry, device)
             _triton().launch(table, buffer, patches, frames, windows, m, geometry.window)
         else:
-            buffer = torch.empty(entries, dtype=torch.int32, pin_memory=device.type == "cuda")
+            buffer = torch.empty(entries, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
             host.fill("torch" if impl == "triton" else impl, grid, geometry, counts, buffer)
             if device is not _CPU:
                 buffer = buffer.to(device, non_blocking=True)
@@ -142,8 +144,10 @@ class VisionPlan:
             return self
         if self._buffer.device.type != "cpu":
             return VisionPlan.from_grid(self._grid, self.geometry, device=device)
-        pinned = self._buffer if self._buffer.is_pinned() else self._buffer.pin_memory()
-        return _restore(self._grid, self.geometry, pinned.to(device, non_blocking=True), self.impl, self.chosen_by)
+        buffer = self._buffer
+        if device.type == "cuda" and not buffer.is_pinned():
+            buffer = buffer.pin_memory()
+        return _restore(self._grid, self.geometry, buffer.to(device, non_blocking=True), self.impl, self.chosen_by)
 
     def pin_memory(self) -> "VisionPlan":
         """A plan on the CPU in pinned memory, as torch's DataLoader asks for: `to` then copies without waiting."""
@@ -185,7 +189,7 @@ def upload_table(grid, geometry, device, out=None) -> torch.Tensor:
     """The table of `triton_kernels` for a checked grid, int32, copied to `device`, or into the beginning of `out`."""
     header = _triton().HEADER
     size = header + 5 * max(len(grid), 1)
-    table = torch.empty(size, dtype=torch.int32, pin_memory=device.type == "cuda")
+    table = torch.empty(size, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
     m, ws = geometry.spatial_merge_size, min(geometry.window, 2**29)
     if host.has_numba():
         host.kernels().fill_table(grid, m, ws, header, table.numpy())
@@ -202,7 +206,7 @@ def _plain_table(grid, m, ws, n_header):
     images = len(grid)
     header = [images, max(images - 1, 0).bit_length(), patches, frames, windows]
     header += [0] * (n_header - len(header))
-    return torch.tensor(header + (rows or [m, m, 0, 0, 0]), dtype=torch.int32)
+    return torch.tensor(header + (rows or [m, m, 0, 0, 0]), dtype=torch.int32, device="cpu")
 
 
 def _choose(impl, patches, device):
@@ -212,11 +216,15 @@ def _choose(impl, patches, device):
         return big if patches >= threshold else small
     if type(impl) is not str or impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl={impl!r}: {', '.join(map(repr, [*IMPLEMENTATIONS, 'auto']))} are allowed for a plan")
-    if IMPLEMENTATIONS[impl] and not _installed(IMPLEMENTATIONS[impl]):
+    if IMPLEMENTATIONS[impl] and not _serves(IMPLEMENTATIONS[impl]):
         raise ValueError(f"impl={impl!r}: {impl} is not installed; 'torch', 'reference' or 'auto' would serve")
     if impl == "triton" and device.type != "cuda" and not (device is _CPU and _triton().INTERPRETED):
         raise ValueError(f"impl='triton' with device='{device}': it serves GPUs; 'numba', 'torch', 'auto' would serve")
     return impl, "asked for"
+
+
+def _serves(package) -> bool:
+    return _installed(package) and (package != "numba" or host.has_numba())
 
 
 @tuned.cached
@@ -224,7 +232,7 @@ def _auto(device, threads):
     """What "auto" takes: (way, why) below and from a number of patches, and that number. threads: torch's on a CPU."""
     threshold, source = tuned.crossover("VisionPlan", device)
     small, big = "numba", "triton" if device.type == "cuda" else "torch"
-    there = [way for way in (small, big) if not IMPLEMENTATIONS[way] or _installed(IMPLEMENTATIONS[way])]
+    there = [way for way in (small, big) if not IMPLEMENTATIONS[way] or _serves(IMPLEMENTATIONS[way])]
     if len(there) == 2:
         return (small, f"auto: {source}"), (big, f"auto: {source}"), threshold
     missing = " and ".join(way for way in (small, big) if way not in there)

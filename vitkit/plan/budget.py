@@ -17,7 +17,8 @@ class BudgetPlan(VisionPlan):
     Every view keeps its address and length. Beyond the batch, offsets repeat the last one (empty segments), positions
     are (0, 0) and the window index is the identity, so that it stays a permutation of all of the units. `num_tokens`
     is the batch's; the maxima are bounds for every batch of the budget, since a graph has them built in. On the CPU,
-    `replay` fills the same buffers on the host.
+    `replay` fills the same buffers on the host. Of transformers' attentions, `model_kwargs` serves those that take
+    offsets whole (flash attention): those that split by them cannot leave rows out.
     """
 
     __slots__ = ("budget", "_table", "_graph")
@@ -40,8 +41,14 @@ class BudgetPlan(VisionPlan):
         self.budget = {name: int(value) for name, value in budget.items()}
         empty, counts = host.read_grid([], geometry)
         self._set(empty, counts, geometry, device, "numba" if host.has_numba() else "torch", "for a budget")
+        tokens = self.budget["tokens"]
         self.max_seqlen, self.max_position = tokens, tokens // m - 1
         self.max_window_seqlen = min((ws * m) ** 2, tokens) if ws else tokens
+        with torch.inference_mode(False):  # else it could not be refilled outside of one
+            self._allocate(device)
+        self.replay()
+
+    def _allocate(self, device):
         self._buffer = torch.zeros(sum(self._parts()), dtype=torch.int32, device=device)
         self._image_ids = self._view(6).view(-1, 2)
         self._graph = self._table = None
@@ -49,15 +56,14 @@ class BudgetPlan(VisionPlan):
             if not _installed("triton"):
                 raise ValueError(f"device='{device}': a budget on a GPU needs triton, which is not installed")
             self.impl = "triton"
-            self._table = torch.zeros(_triton().HEADER + 5 * images, dtype=torch.int32, device=device)
-            upload_table(empty, geometry, device, self._table)
+            self._table = torch.zeros(_triton().HEADER + 5 * self.budget["images"], dtype=torch.int32, device=device)
+            upload_table(self._grid, self.geometry, device, self._table)
             with torch.cuda.device(device):
                 self._launch()  # compiles: nothing of that may happen in a capture
                 torch.cuda.synchronize(device)
                 self._graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):  # other threads may go on
                     self._launch()
-        self.replay()
 
     def _parts(self):
         b = self.budget
@@ -65,6 +71,8 @@ class BudgetPlan(VisionPlan):
 
     def update(self, grid_thw) -> "BudgetPlan":
         """Makes `grid_thw` the batch that the next `replay` fills in. A batch beyond the budget is a ValueError."""
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(self.update)(grid_thw)
         grid, counts = host.read_grid(grid_thw, self.geometry)
         needs = dict(zip(("tokens", "frames", "windows"), counts), images=len(grid))
         for name, value in needs.items():
@@ -99,7 +107,7 @@ class BudgetPlan(VisionPlan):
             ids[:n], ids[n:] = of_batch, 0
         for index, of_batch in ((self.window_index, batch.window_index), (self.reverse_index, batch.reverse_index)):
             index[:units] = of_batch
-            index[units:] = torch.arange(units, len(index), dtype=torch.int32)
+            index[units:] = torch.arange(units, len(index), dtype=torch.int32, device="cpu")
         for cu, of_batch in ((self.cu_seqlens, batch.cu_seqlens), (self.cu_window_seqlens, batch.cu_window_seqlens)):
             cu[: len(of_batch)], cu[len(of_batch) :] = of_batch, n
 

@@ -2,6 +2,7 @@
 
 from array import array
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from itertools import chain
 from typing import NamedTuple
@@ -12,7 +13,14 @@ import torch
 from .. import geometry as geo
 from .. import indices
 
-has_numba = cache(lambda: find_spec("numba") is not None)
+
+@cache
+def has_numba() -> bool:
+    """Whether numba is installed, and imports: it refuses a NumPy that is too new for it."""
+    try:
+        return find_spec("numba") is not None and bool(import_module("numba"))
+    except ImportError:
+        return False
 
 
 @cache
