@@ -5,5 +5,7 @@
 
 from .balance import assign, loads, whole_images
 from .costs import FrameCosts
+from .encoder import encode
+from .exchange import RankError
 
-__all__ = ["FrameCosts", "assign", "loads", "whole_images"]
+__all__ = ["FrameCosts", "RankError", "assign", "encode", "loads", "whole_images"]
