@@ -300,7 +300,7 @@ def on_gpus(rank, backend, kind):
     costs = vitkit.parallel.FrameCosts.from_config(tower.config)
     share = Share(assign(grid, dist.get_world_size(), geometry, costs=costs), grid, geometry, rank)
     own = sum(stop - start for start, stop in share.rows) * pixels[0].numel() * 2
-    counted = traffic.count(lambda: encode(tower, pixels, grid), device).counts[traffic.BYTES][0]
+    counted = traffic.count(lambda: encode(tower, pixels, grid), device).counts["HtoD bytes"][0]
     error = ((features.float() - exact.float()).norm() / exact.float().norm()).item()
     return error, counted, own, features.device.type
 

@@ -14,8 +14,8 @@ def encode(tower, pixel_values, grid_thw, *, group=None):
 
     Every rank calls it with the same tower (transformers' Qwen2-VL or Qwen2.5-VL, `accelerate`d or not, in float32,
     bfloat16 or float16), the same grids and pixel_values (N, channels * frames * patch_size^2) of the whole batch.
-    pixel_values may lie on the CPU (pinned or not): a rank reads and uploads its own rows alone. grid_thw: (G, 3) on
-    the CPU. group: None is the default group.
+    pixel_values may lie on the CPU: a rank reads and uploads its own rows alone (from pinned memory without a wait, so
+    synchronise before you write there). grid_thw: (G, 3) on the CPU. group: None is the default group.
 
     Returns the merged features (sum of t*h*w / m^2, width of the language model), in the caller's order, in the
     tower's dtype on its device, the same bits on every rank. Without gradients (it runs under no_grad). Frames are
@@ -115,9 +115,16 @@ class _Job:
 
     def own_rows(self, pixel_values):
         """This rank's rows on the tower's device; on the way there no other row is read."""
-        parts = [pixel_values[start:stop] for start, stop in self.share.rows]
-        rows = parts[0] if len(parts) == 1 else torch.cat(parts) if parts else pixel_values[:0]
-        return rows.to(self.device, non_blocking=True)
+        runs = self.share.rows
+        if len(runs) == 1:
+            return pixel_values[slice(*runs[0])].to(self.device, non_blocking=True)
+        parts = [pixel_values[start:stop] for start, stop in runs]
+        if pixel_values.device == self.device:
+            return torch.cat(parts) if parts else pixel_values[:0]
+        rows = pixel_values.new_empty(sum(map(len, parts)), pixel_values.shape[1], device=self.device)
+        for part, target in zip(parts, rows.split([len(part) for part in parts])):
+            target.copy_(part, non_blocking=True)  # no copy on the host before it, which would not be pinned
+        return rows
 
     def forward(self, rows):
         units = self.share.units[self.rank]
