@@ -1,7 +1,11 @@
 """Starts parallel_bench on this machine under torchrun, and reads what its rank 0 wrote."""
 
+import contextlib
+import ctypes
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -35,32 +39,47 @@ def environment() -> dict:
     }
 
 
-def run(nproc: int, device="auto", size="auto", tower="both", threads=0, out="", quiet=False) -> int:
-    """parallel_bench on `nproc` ranks; its exit status. ValueError, before anything starts, for fewer GPUs."""
+def run(nproc: int, device="auto", size="auto", tower="both", threads=0, out="", said=None) -> int:
+    """parallel_bench on `nproc` ranks; its exit status. said: None to print, or a list that gets the printed lines.
+
+    ValueError, before anything starts, where there are fewer GPUs.
+    """
     kind = resolve_device(device).type
-    if kind == "cuda":
-        if nproc > torch.cuda.device_count():
-            gpus = torch.cuda.device_count()
-            raise ValueError(f"nproc={nproc}: up to {gpus} is allowed here, one rank a GPU (or --device cpu)")
+    if kind == "cuda" and nproc > torch.cuda.device_count():
+        gpus = torch.cuda.device_count()
+        raise ValueError(f"nproc={nproc}: up to {gpus} is allowed here, one rank a GPU (or --device cpu)")
     options = ["--device", kind, "--size", size, "--tower", tower, "--threads", threads]
-    start = {"args": command(nproc, [*options, *(["--out", out] if out else [])]), "env": environment()}
-    if not quiet:
-        return subprocess.run(**start).returncode
-    done = subprocess.run(**start, timeout=LIMIT_S, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    if done.returncode and not (out and Path(out).is_file()):
-        said = [line for line in done.stdout.splitlines() if "Error" in line]
-        raise RuntimeError(f"{nproc} ranks on {kind} failed: {_said(Exception(said[0] if said else 'no message'))}")
-    return done.returncode
+    options += ["--out", out] if out else []
+    streams = {} if said is None else {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    started = subprocess.Popen(command(nproc, options), env=environment(), preexec_fn=_end_with_us, **streams)
+    try:
+        text, _ = started.communicate(timeout=LIMIT_S)
+    except BaseException:  # an interrupt, or too late: torchrun ends its ranks when it is asked to
+        started.terminate()
+        started.wait()
+        raise
+    if said is not None:
+        said += text.splitlines()
+    return started.returncode
+
+
+def _end_with_us():
+    """In torchrun's process: it is asked to end when this one has died, as a notebook's kernel may (Linux)."""
+    with contextlib.suppress(Exception):
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def lines(nproc: int, **options) -> list[dict]:
     """{"row": ...} and {"count": ...} of a run on `nproc` ranks; RuntimeError where it ended before it was through."""
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "lines.jsonl"
-        status = run(nproc, out=str(out), quiet=True, **options)
-        found = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+        out, said = Path(folder) / "lines.jsonl", []
+        status = run(nproc, out=str(out), said=said, **options)
+        found = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()] if out.is_file() else []
         if status and all(line["row"]["correct"] for line in found if "row" in line):
-            raise RuntimeError(f"{nproc} ranks ended with status {status} after {len(found)} lines")
+            why = next((line for line in said if re.search(r"Error\b", line)), "it said no error")
+            raise RuntimeError(
+                f"{nproc} ranks ended with status {status} after {len(found)} lines: {_said(Exception(why))}"
+            )
         return found
 
 

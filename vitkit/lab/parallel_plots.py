@@ -85,7 +85,7 @@ def efficiency(table, *, title=None) -> Figure:
 
 
 def phases(df, *, title=None) -> Figure:
-    """A bar a case, way and number of ranks, in parts: the share of its time that each phase takes, mean over the ranks.
+    """A bar a case, way and number of ranks, in parts: each phase's share of the time, mean over the ranks.
 
     df: as `parallel_tables.phases` gives it.
     """
