@@ -1,6 +1,6 @@
 """Figures of notebook 6: each rank's load by frame, time and efficiency by ranks, and where the time goes."""
 
-from matplotlib.ticker import NullLocator
+from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
 
 from .figure import WIDTH, Figure
 from .parallel_cases import PHASES
@@ -54,6 +54,9 @@ def time(table, *, title=None) -> Figure:
         _line(ax, group[group["impl"] == "one_process"].sort_values("n_tokens"), "n_tokens", "ms", "one_process")
         ax.set_xscale("log")
         ax.set_yscale("log")
+        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        ax.yaxis.set_minor_formatter(NullFormatter())
         ticks = sorted(set(group["n_tokens"]))
         ax.set_xticks(ticks, [f"{n / 1000:.3g}k" for n in ticks])
         ax.xaxis.set_minor_locator(NullLocator())
