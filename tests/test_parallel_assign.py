@@ -75,6 +75,14 @@ def test_near_the_best_possible_where_that_can_be_tried_out():
         assert max(loads(assign(grid, world, geometry), grid, geometry)) <= 1.1 * best, (world, grid)
 
 
+def test_units_are_exchanged_where_the_largest_first_is_not_the_best():
+    costs = FrameCosts(per_patch=1, full=0)
+    grid = [[1, 2, 6], [1, 2, 6], [1, 2, 4], [1, 2, 4], [1, 2, 4]]  # the largest first: 12 + 8 + 8 and 12 + 8
+    for unit in ("frame", "image"):
+        shares = assign(grid, 2, GEOMETRIES[0], unit=unit, costs=costs)
+        assert loads(shares, grid, GEOMETRIES[0], costs=costs) == [24, 24]
+
+
 def test_whole_images_are_shared_out_by_patches():
     grid = [[1, 4, 4], [1, 8, 8], [2, 4, 4], [1, 6, 8]]  # 16, 64, 32 and 48 patches
     assert whole_images(grid, 2, GEOMETRIES[0]) == [[(0, 0, 1), (1, 0, 1)], [(2, 0, 2), (3, 0, 1)]]
