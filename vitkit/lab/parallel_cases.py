@@ -32,7 +32,7 @@ def parallel_grids(size) -> list[tuple[str, str, list]]:
     elif size.name == "cpu":
         sides, times, frames, equal = [6, 12], (2, 6), 32, 64
     else:
-        sides, times, frames, equal = [16, 36, 52], (8, 32, 64), 48, 64
+        sides, times, frames, equal = [16, 36], (2, 12), 48, 64
     found = [("equal images", f"{equal} of 1x{s}x{s}", [[1, s, s]] * equal) for s in sides]
     for n in times:
         half = 1 if size.name == "gpu" else 2

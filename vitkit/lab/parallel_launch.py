@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from . import parallel_bench
 from .env import resolve_device
 from .parallel_cases import divided_threads, rank_counts
 from .results import SHARE
@@ -25,7 +26,7 @@ def command(nproc: int, options) -> list[str]:
     """torchrun's, for one machine, with a free port of its own choice."""
     return [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"),
-        *("-m", "vitkit.lab.parallel_bench", *map(str, options)),
+        *("-m", parallel_bench.__name__, *map(str, options)),
     ]
 
 
