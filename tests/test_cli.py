@@ -141,6 +141,23 @@ def test_no_time_on_a_red_check(monkeypatch):
     assert "wrong: NOT correct" in said[-1]
 
 
+@pytest.mark.parametrize(
+    "argv, said",
+    [
+        ([], "--nproc"),
+        (["--nproc", "0"], "'0': an integer of at least 1 is allowed"),
+        (["--nproc", "2", "--threads", "x"], "'x': an integer of at least 0 is allowed"),
+        (["--nproc", "2", "--tower", "clip"], "invalid choice: 'clip'"),
+        (["--nproc", "99", "--device", "cuda"], "allowed here"),
+    ],
+)
+def test_parallel_refuses(argv, said, capsys, monkeypatch):
+    monkeypatch.setattr("subprocess.Popen", lambda *args, **kwargs: pytest.fail("started"))
+    assert status(["parallel", *argv]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("vitkit parallel: ") and said in err and err.count("\n") == 1
+
+
 def status(argv) -> int:
     """The exit status, whether returned or raised."""
     try:

@@ -22,6 +22,7 @@ EXPECTED = {  # implementations of every op, figures, tables
     "3_window_index": ({op: {"reference", "torch", "numba", *THEIRS} for op in ("window_index", "cu_seqlens")}, 5, 2),
     "4_host_device_traffic": ({"VisionPlan.from_grid": {"reference", "torch", "numba", *PLANS, *THEIRS}}, 3, 3),
     "5_vit_forward": ({"accelerate": {"transformers", *FORWARDS}, "matmul": {"matmul"}}, 3, 4),
+    "6_encoder_data_parallel": ({"encode": {"one_process", "frames", "whole_images", "whole_images_padded"}}, 4, 3),
 }
 
 

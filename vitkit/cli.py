@@ -12,6 +12,7 @@ USAGE = """usage: python -m vitkit COMMAND ...
   run      execute the notebooks, then print what was measured and where it lies
   rotary   the published rotary benchmark: q and k in two launches or in one
   tune     measures on this device which way of building index tensors is the faster one, for impl="auto"
+  parallel times the vision encoder shared out over several processes of this machine, by torchrun
 
 python -m vitkit COMMAND --help tells a command's options."""
 
@@ -127,6 +128,16 @@ def tune(argv: list[str]) -> int:
     return 0
 
 
+def parallel(argv: list[str]) -> int:
+    """Times a tower shared out over ranks (vitkit.parallel.encode) on this machine: torchrun with what notebook 6 runs.
+
+    Several machines: torchrun --nnodes ... -m vitkit.lab.parallel_bench, as the README shows.
+    """
+    from vitkit.lab import parallel_command
+
+    return parallel_command.main(argv, Parser, refuse)
+
+
 def count(text: str) -> int:
     return _integer(text, least=0)
 
@@ -152,4 +163,4 @@ def _integer(text: str, least: int) -> int:
     return value
 
 
-COMMANDS = {"run": run, "rotary": rotary, "tune": tune}
+COMMANDS = {"run": run, "rotary": rotary, "tune": tune, "parallel": parallel}
