@@ -94,7 +94,7 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def changed_counts(old, new) -> pd.DataFrame:
-    """Counts of both sides whose values differ: columns COUNTED, first and second."""
+    """Counts of both sides that differ, whole numbers at all, others by more than 2 %: COUNTED, first and second."""
     sides = []
     for name, side in (("first", old), ("second", new)):
         all_counts = pd.concat([one.counts.assign(notebook=one.notebook) for one in side])
@@ -103,6 +103,8 @@ def changed_counts(old, new) -> pd.DataFrame:
         )
     both = sides[0].merge(sides[1], on=COUNTED)
     same = both["first"].eq(both["second"]) | (both["first"].isna() & both["second"].isna())
+    whole = both["first"].mod(1).eq(0) & both["second"].mod(1).eq(0)
+    same |= ~whole & both["second"].sub(both["first"]).abs().le(0.02 * both["first"].abs())
     return both[~same].reset_index(drop=True)
 
 

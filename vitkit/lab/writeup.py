@@ -38,12 +38,12 @@ def write(style="plain", *, device="", run_ids=(), root=None, out=None, base="")
 
     blocks = {
         "environment": _environment(root, chosen),
-        "results": _results(root, chosen),
+        "results": _results(chosen),
         "accuracy": _accuracy(chosen),
         "traffic": _traffic(chosen),
         "figures": _figures(root, chosen, runs.newest_of(there, chosen[0].device), link),
         "failed": "\n".join(f"- {one.notebook} {line}" for one in chosen for line in one.failed()) or "None.",
-        "commands": _commands(root, chosen, style, root == results.repo_root()),
+        "commands": _commands(chosen, style, root == results.repo_root()),
         "full_environment": _full_environment(root, chosen),
     }
     return STYLES[style].format(**blocks)
@@ -89,7 +89,7 @@ def environment_line(env: dict | None, env_id: str) -> str:
     return "; ".join(said)
 
 
-def _results(root, chosen) -> str:
+def _results(chosen) -> str:
     out = []
     for one in chosen:
         for op, rows in before_after.kinds(one.rows).items():
@@ -191,9 +191,8 @@ def _figures(root, chosen, newest, link) -> str:
     return "\n\n".join(out) or "No figure was saved."
 
 
-def _commands(root, chosen, style, own) -> str:
-    env = runs.environment(root, chosen[0].env_ids[0]) or {}
-    device = "cuda" if env.get("gpu") or not chosen[0].device.startswith("cpu") else "cpu"
+def _commands(chosen, style, own) -> str:
+    device = "cpu" if chosen[0].device.startswith("cpu-") else "cuda"
     groups = {}
     for one in chosen:
         groups.setdefault(_threads(one), []).append(one.notebook)
