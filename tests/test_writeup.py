@@ -224,7 +224,7 @@ def test_the_newest_run_or_the_one_asked_for(tmp_path, monkeypatch):
         (["--style", "slang"], "style='slang': one of plain, vllm, sglang, transformers is allowed"),
         (["--device", "tpu"], "device='tpu': one of nvidia-toy is allowed"),
         (["--run", "r9"], "run='r9': one of r1 (2_toy, nvidia-toy) is allowed"),
-        (["--out", "."], "cannot write it (Is a directory)"),
+        (["--out", "data"], "cannot write it (Is a directory)"),
         (["--out", "nowhere/a.md"], "cannot write it (No such file or directory)"),
         (["--root", "nowhere"], "no results in"),
     ],
