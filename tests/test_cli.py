@@ -71,7 +71,7 @@ def test_help_lists_the_commands(capsys):
 @pytest.mark.parametrize("argv", [[], ["rn"]])
 def test_unknown_command(argv, capsys):
     assert main(argv) == 2
-    assert "allowed: run, rotary" in capsys.readouterr().err
+    assert "allowed: run, writeup" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

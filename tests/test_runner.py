@@ -19,6 +19,10 @@ run = Run("{0}", device="cpu", out="..")
 same = dict(op="toy", dtype="float32", case="a", n_tokens=10, clock="e2e", correct=True)
 run.add([dict(same, impl="fast", median_us=2.0), dict(same, impl="transformers", median_us=9.0)])
 run.finish()"""
+DRAW = """from matplotlib.figure import Figure
+from vitkit.lab.results import Run
+run = Run("{0}", device="cpu", out="..")
+run.save_figure(Figure(), "empty")"""
 REPOSITORY = Path(runner.__file__).resolve().parents[2]
 
 
@@ -49,19 +53,21 @@ def test_failures_do_not_stop_the_others(toy, tmp_path, capsys, monkeypatch):
         (toy("1_raises", "x = 1", "raise KeyError('gone')"), {}),
         (toy("2_dies", "import os\nos._exit(0)", "y = 2"), {}),
         (toy("3_writes_nothing", "z = 3"), {}),
+        (toy("3_draws", DRAW.format("3_draws")), {}),
         (toy("4_works", here, RUN.format("4_works"), "assert size == 'cpu'"), {"size": "cpu"}),
     ]
     assert runner.run(plan, tmp_path) == 1
     said = capsys.readouterr().out
     (state,) = states(tmp_path)
-    assert state["status"] == "failed" and list(state["finished"]) == ["4_works"], state
+    assert state["status"] == "failed" and list(state["finished"]) == ["3_draws", "4_works"], state
     assert state["finished"]["4_works"]["rows"] == 2
     assert state["parameters"]["4_works"] == {"size": "cpu"}
     assert "KeyError: 'gone'" in state["failed"]["1_raises"] and "raise KeyError" in state["failed"]["1_raises"]
     assert "DeadKernelError" in state["failed"]["2_dies"]
     assert "no row was written" in state["failed"]["3_writes_nothing"]
     folder = f"runs/{state['utc']}"
-    assert "[4/4] 4_works" in said and f"{folder}/1_raises.ipynb" in said
+    assert "3_draws: figures, no rows" in said and f"figures/{device_slug('cpu')}/3_draws-empty.svg" in said
+    assert "[5/5] 4_works" in said and f"{folder}/1_raises.ipynb" in said
     assert "4_works: 2 rows, all correct" in said and "4.50x transformers" in said
     assert f"data/results/{device_slug('cpu')}/4_works.csv" in said and "data/env/" in said
     assert (tmp_path / folder / "4_works.ipynb").exists()
@@ -69,7 +75,7 @@ def test_failures_do_not_stop_the_others(toy, tmp_path, capsys, monkeypatch):
     assert runner.run([plan[2]], tmp_path) == 1  # rows of an earlier run are none of this one
     said = capsys.readouterr().out
     assert f"the previous run ({state['utc']}) failed at 1_raises, 2_dies, 3_writes_nothing" in said
-    assert "finished: 4_works (2 rows in data/results/" in said
+    assert ", 4_works (2 rows in data/results/" in said
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -2,7 +2,8 @@
 
 Executed notebooks and `state.json` lie in runs/<utc>/; the rows, environments and figures lie where the notebooks
 write them. papermill marks cells completed after a kernel's death, so a notebook has finished only if nothing was
-raised and rows of a new run stand in its data/results/<device>/<notebook>.csv.
+raised and rows of a new run stand in its data/results/<device>/<notebook>.csv; or new figures, in the case of one that
+measures nothing, such as the tour.
 """
 
 import fcntl
@@ -39,7 +40,7 @@ def run(plan: list[tuple[Path, dict]], root: Path) -> int:
                     target = Target(path, values, Path(root))
                     _execute(path, values, folder / path.name)
                     rows = target.new_rows()
-                    if not rows:
+                    if not rows and not target.drawn():
                         raise RuntimeError(f"no row was written to {target.csv}")
                     state["finished"][path.stem] = {"rows": len(rows), "csv": _short(target.csv, root)}
                     done.append((target, rows))
@@ -79,10 +80,13 @@ class Target:
     def written(self, rows: list[dict]) -> list[Path]:
         """The files of this run: rows, environments, figures."""
         env = [self.root / "data" / "env" / f"{i}.json" for i in sorted({row["env_id"] for row in rows})]
-        figures = sorted((self.root / "figures" / self.slug).glob(f"{self.name}-*"))
-        drawn = [path for path in figures if path.stat().st_mtime >= self.start - 1]  # file systems round down
         counts = self.csv.with_name(f"{self.name}-counts.csv")
-        return [self.csv, *(path for path in (counts, *env) if path.exists()), *drawn]
+        return [*(path for path in (self.csv, counts, *env) if path.exists()), *self.drawn()]
+
+    def drawn(self) -> list[Path]:
+        """Figures and tables written since."""
+        figures = sorted((self.root / "figures" / self.slug).glob(f"{self.name}-*"))
+        return [path for path in figures if path.stat().st_mtime >= self.start - 1]  # file systems round down
 
 
 def _rows(path: Path) -> list[dict]:
@@ -218,7 +222,7 @@ def _report(state: dict, done, folder: Path, root) -> None:
     from vitkit.lab.overview import overview
 
     for target, rows in done:
-        print(f"\n{overview(target.name, rows)}")
+        print(f"\n{overview(target.name, rows) if rows else f'{target.name}: figures, no rows'}")
     print("\nexecuted notebooks")
     for path in sorted(folder.glob("*.ipynb")):
         print(f"  {_short(path, root)}")
