@@ -74,6 +74,9 @@ def section(text, op):
     return text[text.index(f"### `{op}`:") :].split("\n###")[0].split("\n## ")[0]
 
 
+SERIES = ("direction", "clock", "dtype", "D", "threads", "ranks")
+
+
 def test_workloads_are_those_of_the_csv(device, text):
     for notebook in notebooks(device):
         rows = [r for r in csv_rows(device, notebook) if "section" not in json.loads(r["params"] or "{}")]
@@ -85,11 +88,9 @@ def test_workloads_are_those_of_the_csv(device, text):
             for line in table:
                 times = {}
                 for row in (row for row in rows if row["op"] == op and row["case"] == line["case"]):
-                    there = {**row, "D": str(json.loads(row["params"]).get("D", 0))}
-                    there["threads"] = str(json.loads(row["params"]).get("threads", 0))
-                    same = all(
-                        line.get(n, there[n]) == there[n] for n in ("direction", "clock", "dtype", "D", "threads")
-                    )
+                    given = json.loads(row["params"])
+                    there = row | {name: str(given.get(name, 0)) for name in ("D", "threads", "ranks")}
+                    same = all(line.get(name, there[name]) == there[name] for name in series)
                     if same and row["correct"] == "true" and not row["error"]:
                         times[row["impl"]] = float(row["median_us"])
                 old, new = times.get(before), times.get(after)
@@ -98,7 +99,7 @@ def test_workloads_are_those_of_the_csv(device, text):
                 assert line["speedup"] == (shown(old / new) if old and new else "")
                 rival = times.get(line["fastest other"])
                 assert line["over it"] == (shown(rival / new) if rival and new else "")
-                series = tuple(line[n] for n in ("direction", "clock", "dtype", "D", "threads") if n in line)
+                series = tuple(line[n] for n in SERIES if n in line)
                 speedups.setdefault(series, []).extend([old / new] if old and new else [])
             keys = ("case", "grid_thw", "params", "direction", "clock", "dtype", "cache")
             assert len(table) == len({tuple(r[k] for k in keys) for r in rows if r["op"] == op})

@@ -8,9 +8,11 @@ from .overview import LIMITS
 from .peers import PEERS
 from .tables import baseline, is_correct, params
 
-IN_USE = ("reference", "eager")  # today's way, in this library's words
-WHOLE = ("auto", "accelerate")  # what a user gets who chooses nothing
+SHARED = "whole_images_padded"  # today's way of sharing a batch out over ranks
+IN_USE = ("reference", "eager", SHARED, "whole_images", "one_process")  # today's ways, in this library's words
+WHOLE = ("auto", "accelerate", "frames")  # what a user gets who chooses nothing
 OTHER_CALLS = ("in_place", "from_pos", "low")  # the same rotation by another call: not set against the plain one
+SERIES = ("direction", "clock", "dtype", "D", "threads", "ranks")  # what tells the series of one op apart
 SAME = ["op", "direction", "dtype", "clock", "cache", "case", "grid_thw", "params"]
 FAILED = "failed"
 
@@ -23,7 +25,7 @@ def plain(rows: pd.DataFrame, section="") -> pd.DataFrame:
 def kinds(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
     """Rows of each op that is no limit, with what tells its series apart."""
     rows = plain(rows)
-    rows = rows.assign(D=params(rows, "D", 0), threads=params(rows, "threads", 0))
+    rows = rows.assign(**{name: params(rows, name, 0) for name in SERIES[3:]})
     return {op: group for op, group in rows.groupby("op", sort=False) if op not in LIMITS}
 
 
@@ -45,14 +47,14 @@ def after(rows: pd.DataFrame, before: str) -> str | None:
 def compare_ways(rows: pd.DataFrame) -> tuple[pd.DataFrame, str, str]:
     """(a line a workload, before, after) for the rows of one op, as `kinds` gives them.
 
-    Columns: what varies of direction, clock, dtype, D and threads, then patches, images, case, "before µs", "after µs"
-    and "speedup"; "fastest other" is the fastest way that is not ours, and "over it" our speedup over that. "failed"
+    Columns: what varies of SERIES, then patches, images, case, "before µs", "after µs" and "speedup"; "fastest other" is the fastest way that is not ours, and "over it" our speedup over that. "failed"
     stands where a row's check was red; a workload is in the table as soon as either side has a row.
     """
     before = baseline(rows) if is_correct(rows).any() else next(iter(rows["impl"]))
+    before = SHARED if SHARED in set(rows["impl"]) else before
     ours = after(rows, before)
     others = [impl for impl in dict.fromkeys(rows["impl"]) if impl in (*PEERS, *IN_USE, before)]
-    varying = [name for name in ("direction", "clock", "dtype", "D", "threads") if rows[name].nunique() > 1]
+    varying = [name for name in SERIES if rows[name].nunique() > 1]
     lines = []
     for _, group in rows[rows["impl"].isin([ours, *others])].groupby(SAME, sort=False):
         first = group.iloc[0]
@@ -71,7 +73,7 @@ def compare_ways(rows: pd.DataFrame) -> tuple[pd.DataFrame, str, str]:
 
 def means(table: pd.DataFrame) -> pd.DataFrame:
     """A line a series of a `compare_ways` table: workloads, geometric mean, extremes, and how many became slower."""
-    names = [name for name in ("direction", "clock", "dtype", "D", "threads") if name in table]
+    names = [name for name in SERIES if name in table]
     groups = table.groupby(names, sort=False) if names else [((), table)]
     lines = []
     for key, group in groups:

@@ -112,7 +112,7 @@ def _before_after(op, rows):
     yield markdown(before_after.means(table)).rstrip()
     slower = table[table["speedup"].astype(float).lt(1)]
     if len(slower):
-        series = [name for name in ("direction", "clock", "dtype", "D", "threads") if name in table]
+        series = [name for name in before_after.SERIES if name in table]
         named = [
             f"{', '.join(str(row[n]) for n in [*series, 'case'])} ({row['speedup']:.4g})"
             for _, row in slower.iterrows()
