@@ -90,7 +90,7 @@ def test_workloads_are_those_of_the_csv(device, text):
                 for row in (row for row in rows if row["op"] == op and row["case"] == line["case"]):
                     given = json.loads(row["params"])
                     there = row | {name: str(given.get(name, 0)) for name in ("D", "threads", "ranks")}
-                    same = all(line.get(name, there[name]) == there[name] for name in series)
+                    same = all(line.get(name, there[name]) == there[name] for name in SERIES)
                     if same and row["correct"] == "true" and not row["error"]:
                         times[row["impl"]] = float(row["median_us"])
                 old, new = times.get(before), times.get(after)

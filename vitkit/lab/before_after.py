@@ -47,8 +47,9 @@ def after(rows: pd.DataFrame, before: str) -> str | None:
 def compare_ways(rows: pd.DataFrame) -> tuple[pd.DataFrame, str, str]:
     """(a line a workload, before, after) for the rows of one op, as `kinds` gives them.
 
-    Columns: what varies of SERIES, then patches, images, case, "before µs", "after µs" and "speedup"; "fastest other" is the fastest way that is not ours, and "over it" our speedup over that. "failed"
-    stands where a row's check was red; a workload is in the table as soon as either side has a row.
+    Columns: what varies of SERIES, then patches, images, case, "before µs", "after µs" and "speedup". "fastest other"
+    is the fastest way that is not ours, and "over it" our speedup over that. "failed" stands where a check was red; a
+    workload is in the table as soon as either side has a row.
     """
     before = baseline(rows) if is_correct(rows).any() else next(iter(rows["impl"]))
     before = SHARED if SHARED in set(rows["impl"]) else before
