@@ -1,4 +1,5 @@
-"""Runs a function on several processes that form a gloo group on this machine, and leaves none of them behind."""
+"""Runs a function on several processes that form a gloo group on this machine, and leaves none of them behind; and what
+the tests of `vitkit.parallel` run there."""
 
 import datetime
 import multiprocessing
@@ -8,10 +9,25 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import tower_models
 
 # Imported once, in the process that the ranks are forked from; it has started no thread.
 PRELOAD = ["torch.distributed", "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl", "vitkit.parallel"]
 PRELOAD += ["transformers.models.qwen2_vl.modeling_qwen2_vl"]
+
+CLIP = [[1, 6, 4], [40, 4, 4], [1, 8, 8], [1, 2, 2]]
+
+
+def pixels_of(grid, tower, seed=0):
+    return tower_models.batch(grid or torch.zeros(0, 3, dtype=int), tower, seed)[0]
+
+
+def alone(tower, pixels, grid):
+    """What one process computes: (U, 48)."""
+    if not grid:
+        return pixels.new_zeros(0, 48)
+    with torch.no_grad():
+        return tower(pixels, grid_thw=torch.tensor(grid)).pooler_output
 
 
 def run(world, function, *args, folder, backend="gloo", group_timeout=60, limit=240) -> list:

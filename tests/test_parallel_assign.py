@@ -176,3 +176,9 @@ def test_attention_counts_its_windows_and_frames():
     assert costs(10, 12) == 120**2
     windows = FrameCosts(per_patch=0, full=0, windowed=1, side=8)  # of 8x8, 8x4, 2x8 and 2x4 patches
     assert windows(10, 12) == 64**2 + 32**2 + 16**2 + 8**2
+
+
+@pytest.mark.parametrize("values", [(0, 0), (-1, 1), (1.5, 0), (True, 0), (1, 0, 1)])
+def test_costs_that_say_nothing_are_refused(values):
+    with pytest.raises(ValueError, match="allowed"):
+        FrameCosts(*values)

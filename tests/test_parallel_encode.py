@@ -1,9 +1,6 @@
-"""`vitkit.parallel.encode` on real gloo processes: the same as one process, what moves, and how it fails."""
+"""`vitkit.parallel.encode` on real gloo processes: the same as one process, and what moves."""
 
-import os
 import random
-import signal
-import time
 
 import pytest
 import torch
@@ -13,13 +10,13 @@ pytest.importorskip("transformers")
 
 import ranks
 import tower_models
+from ranks import CLIP, alone, pixels_of
 
 import vitkit.parallel
 from vitkit import Geometry
-from vitkit.parallel import RankError, assign, encode, exchange
+from vitkit.parallel import assign, encode, exchange
 from vitkit.parallel.encoder import Share
 
-CLIP = [[1, 6, 4], [40, 4, 4], [1, 8, 8], [1, 2, 2]]
 MIXED = [[1, 8, 8], [2, 4, 6], [1, 2, 2], [1, 18, 22], [5, 4, 4], [1, 4, 12], [1, 6, 6]]
 SPECIAL = [[], [[1, 4, 4]], [[1, 2, 2], [1, 4, 8]], CLIP, MIXED, [[1, 6, 6]] * 9, [[3, 4, 4]]]
 
@@ -32,18 +29,6 @@ def batches(n, seed=0):
         rows = rng.randint(1, 8)
         found.append([[rng.choice((1, 1, 1, 2, 5)), 2 * rng.randint(1, 6), 2 * rng.randint(1, 6)] for _ in range(rows)])
     return found
-
-
-def pixels_of(grid, tower, seed=0):
-    return tower_models.batch(grid or torch.zeros(0, 3, dtype=int), tower, seed)[0]
-
-
-def alone(tower, pixels, grid):
-    """What one process computes: (U, 48)."""
-    if not grid:
-        return pixels.new_zeros(0, 48)
-    with torch.no_grad():
-        return tower(pixels, grid_thw=torch.tensor(grid)).pooler_output
 
 
 # ---- the same as one process ----------------------------------------------------------------------------------------
@@ -189,97 +174,6 @@ def test_a_share_joins_rows_and_keeps_the_order():
     assert first.units == [9, 6, 0] and first.order == [(9, 2), (0, 8), (11, 4), (8, 1)]
     whole = Share([[(0, 0, 1), (1, 0, 1)], [(1, 1, 2), (2, 0, 1)]], grid, geometry, 0)
     assert whole.rows == [(0, 24)] and whole.order == [(0, 15)]  # nothing to put back in order
-
-
-# ---- failing --------------------------------------------------------------------------------------------------------
-
-
-def fails_once(rank, bad, how):
-    """The RankError's text, failures and cause on this rank, and the error of a call after it."""
-    tower = tower_models.make("qwen2_5_vl", depth=1)
-    grid, pixels = CLIP, pixels_of(CLIP, tower)
-    exact = alone(tower, pixels, CLIP)
-    arguments = [tower, pixels, grid]
-    handle = None
-    if rank in bad:
-        if how == "forward":
-
-            def see(module, args):
-                raise MemoryError("no\nroom: " + 1000 * "x")
-
-            handle = tower.blocks[0].register_forward_pre_hook(see)
-        else:
-            arguments = {
-                "pixels": [tower, pixels[1:], grid],
-                "rows": [tower, pixels, [[1, 3, 4]]],
-                "tower": [tower.blocks[0], pixels, grid],
-                "grids": [tower, pixels, [[1, 4, 6], *grid[1:]]],  # as many patches
-            }[how]
-    try:
-        encode(*arguments)
-        said = None
-    except RankError as error:
-        said = str(error), error.failures, type(error.__cause__).__name__
-    if handle:
-        handle.remove()
-    return said, tower_models.error([encode(tower, pixels, grid)], [exact])
-
-
-CAUSES = {
-    "forward": "MemoryError: no room: xxx",
-    "pixels": "ValueError: pixel_values: (731, 1176), but a tensor (732, 1176)",
-    "rows": "ValueError: grid_thw[0]=[1, 3, 4]",
-    "tower": "ValueError: tower is a transformers.models",
-}
-
-
-@pytest.mark.parametrize("how", CAUSES)
-def test_an_exception_on_one_rank_is_raised_on_all(how, tmp_path):
-    bad = (1, 2) if how == "forward" else (1,)
-    for rank, answer in enumerate(ranks.run(3, fails_once, bad, how, folder=tmp_path, limit=120)):
-        if isinstance(answer, Exception):
-            raise answer
-        (said, failures, cause), after = answer
-        assert set(failures) == set(bad) and all(text.startswith(CAUSES[how]) for text in failures.values())
-        assert said.startswith(f"rank 1 of 3 failed: {CAUSES[how]}") and len(said) < 1100 and "\n" not in said
-        assert cause == (CAUSES[how].split(":")[0] if rank in bad else "NoneType")
-        assert after <= 1e-6  # and the group still works
-
-
-def test_different_grids_are_an_error_on_every_rank(tmp_path):
-    for answer in ranks.run(3, fails_once, (2,), "grids", folder=tmp_path, limit=120):
-        if isinstance(answer, Exception):
-            raise answer
-        (said, failures, _), after = answer
-        assert "called with different grids" in said and failures == {} and after <= 1e-6
-        assert all(f"rank {r}: 4 images or clips of 732 patches (grid " in said for r in range(3))
-
-
-def dies(rank, how):
-    """Seconds until the error on a rank that lives, and the error; rank 1 is killed in its forward, or stays away."""
-    tower = tower_models.make("qwen2_vl", depth=1)
-    pixels = pixels_of(CLIP, tower)
-    dist.barrier()
-    if rank == 1 and how == "killed":
-        tower.blocks[0].register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-    start = time.monotonic()
-    if rank == 1 and how == "away":
-        time.sleep(6)
-        return None
-    try:
-        encode(tower, pixels, CLIP)
-    except RuntimeError as error:
-        return time.monotonic() - start, str(error)
-
-
-@pytest.mark.parametrize("how", ["killed", "away"])
-def test_a_rank_that_dies_or_stays_away_ends_the_others(how, tmp_path):
-    answers = ranks.run(3, dies, how, folder=tmp_path, group_timeout=4, limit=60)
-    if how == "killed":
-        assert isinstance(answers[1], ranks.Ended) and answers[1].args == (-signal.SIGKILL,)
-    for rank in (0, 2):
-        seconds, said = answers[rank]
-        assert seconds < 15 and said.startswith("the exchange with the other ranks failed")
 
 
 # ---- GPUs -----------------------------------------------------------------------------------------------------------

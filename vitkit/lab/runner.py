@@ -214,7 +214,10 @@ def _at(state: dict) -> str:
 
 
 def _finished(state: dict) -> str:
-    done = [f"{name} ({what['rows']} rows in {what['csv']})" for name, what in state["finished"].items()]
+    done = [
+        f"{name} ({what['rows']} rows in {what['csv']})" if what["rows"] else name
+        for name, what in state["finished"].items()
+    ]
     return f"finished: {', '.join(done) or 'none'}"
 
 

@@ -24,6 +24,15 @@ class FrameCosts:
     windowed: int = 0
     side: int = 0
 
+    def __post_init__(self):
+        for name, value in vars(self).items():
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(f"{name}={value!r}: an integer of at least 0 is allowed")
+        if not self.per_patch and not self.full and not self.windowed:
+            raise ValueError("per_patch=0, full=0 and windowed=0: one of them above 0 is allowed")
+        if self.windowed and not self.side:
+            raise ValueError(f"side=0: a side of at least 1 is allowed with windowed={self.windowed}")
+
     def __call__(self, h: int, w: int) -> int:
         """FLOP of one frame of h x w patches."""
         n, side = h * w, self.side

@@ -6,7 +6,7 @@ from ..geometry import Geometry, check_grid_thw, num_patches
 from ..models import accelerated, check_tower
 from .balance import assign
 from .costs import FrameCosts
-from .exchange import agree, digest, gather_rows, place, sends_from, status_device
+from .exchange import agree, call_number, digest, gather_rows, place, sends_from, status_device
 
 
 def encode(tower, pixel_values, grid_thw, *, group=None):
@@ -22,8 +22,9 @@ def encode(tower, pixel_values, grid_thw, *, group=None):
     shared out by `assign` with the costs of the tower's config: a clip is cut between frames, which is exact, since
     positions do not count frames and no attention crosses one. A rank without frames takes part in the exchange alone.
 
-    An exception on a rank, and different grids, are a `RankError` on every rank, which names the ranks and the cause. A
-    rank that dies ends the others by a RuntimeError within the group's timeout (NCCL: its watchdog ends them).
+    An exception on a rank, and different grids, are a `RankError` on every rank, which names the ranks and the cause;
+    KeyboardInterrupt and its like are one on the others. A rank that dies ends the others by a RuntimeError within the
+    group's timeout (NCCL: its watchdog ends them).
     """
     return shared(tower, pixel_values, grid_thw, group)
 
@@ -33,7 +34,7 @@ def shared(tower, pixel_values, grid_thw, group=None, assign=assign, after=lambd
     """As `encode`. assign: callable(grid, world_size, geometry, costs=) in place of `assign`; after: is called with
     the name of each phase that has ended, of assign, upload, forward, wait and gather."""
     rank, world = place(group)
-    job, error = None, None
+    number, job, error = call_number(group), None, None
     try:
         job = _Job(tower, pixel_values, grid_thw, group, assign, rank, world)
         after("assign")
@@ -41,9 +42,9 @@ def shared(tower, pixel_values, grid_thw, group=None, assign=assign, after=lambd
         after("upload")
         job.forward(rows)
         after("forward")
-    except Exception as caught:  # all ranks are told, and raise
+    except BaseException as caught:  # all ranks are told, and raise
         error = caught
-    own, text = (job.digest, job.text) if job else (bytes(32), "")
+    own, text = (digest(number, job.said), f"call {number}: {job.text}") if job else (bytes(32), "")
     agree(group, own, text, error, status_device(group, _device_of(tower)))
     after("wait")
     features = job.gather(group)
@@ -109,7 +110,7 @@ class _Job:
         self.all = torch.empty(sum(self.share.units), width, dtype=weight.dtype, device=where)
         in_order = self.share.order == _joined([(0, len(self.all))]) or not len(self.all)
         self.ordered = self.all if in_order else torch.empty_like(self.all)
-        self.digest = digest(grid, geometry, costs, width, weight.dtype, self.share.units)
+        self.said = grid, geometry, costs, width, weight.dtype, self.share.units  # what all must have in common
         named = f"{len(grid)} images or clips of {wanted[0]} patches (grid {digest(grid).hex()[:8]})"
         self.text = f"{named}, {weight.dtype} {width} wide"
 

@@ -4,6 +4,7 @@ torch.distributed as it is: gloo between CPUs, NCCL or RCCL between GPUs.
 """
 
 import hashlib
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -36,33 +37,62 @@ def place(group) -> tuple[int, int]:
     return rank, dist.get_world_size(group)
 
 
+def call_number(group) -> int:
+    """How many calls the group has begun on this rank, with this one.
+
+    A rank that left a call before the others met it there (interrupted while it waited, say) would answer their call
+    with its next one: the numbers, which are part of what all must have in common, make that an error.
+    """
+    group = dist.group.WORLD if group is None else group
+    _calls[group] = _calls.get(group, 0) + 1
+    return _calls[group]
+
+
+_calls = WeakKeyDictionary()
+
+
 def digest(*what) -> bytes:
     """sha256 of plain values, by their repr: the same on every machine."""
     return hashlib.sha256(repr(what).encode()).digest()
 
 
-def agree(group, own: bytes, text: str, error: Exception | None, device) -> None:
+def agree(group, own: bytes, text: str, error: BaseException | None, device) -> None:
     """Every rank tells every other how it fared; RankError on all of them if one failed or their digests differ.
+    What is no Exception (KeyboardInterrupt, say) is told to the others as well, and raised as it is where it came from.
 
     own: 32 bytes of what all must have in common; text: the same for people. error: what this rank failed with, or
     None. device: a tensor there can be sent. Reading the answers waits for the device, as for every rank.
     """
     rank, world = place(group)
     if error is not None:
-        text = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    data = bytes([error is None]) + own + text.encode()
+        text = f"{type(error).__name__}: {' '.join(_text_of(error).split())}"
+    data = bytes([error is None]) + own + text.encode(errors="backslashreplace")
     message = torch.tensor(list(data[:MESSAGE].ljust(MESSAGE, b"\0")), dtype=torch.uint8).to(device)
     answers = torch.empty(world, MESSAGE, dtype=torch.uint8, device=device)
     _told(dist.all_gather, list(answers.unbind()), message, group=group)
     answers = [bytes(row) for row in answers.tolist()]
     texts = [answer[33:].rstrip(b"\0").decode(errors="ignore") for answer in answers]
     failures = {r: texts[r] for r in range(world) if not answers[r][0]}
+    if error is not None and not isinstance(error, Exception):
+        raise error
     if failures:
         said = "; ".join(f"rank {r} of {world} failed: {cause}" for r, cause in failures.items())
         raise RankError(said, failures) from error
     if len({answer[1:33] for answer in answers}) > 1:
         said = "; ".join(f"rank {r}: {texts[r]}" for r in range(world))
-        raise RankError(f"the ranks were called with different grids or towers, the same are allowed: {said}", {})
+        raise RankError(
+            "the ranks were called with different grids or towers, or are not at the same call; the same are allowed "
+            f"(once out of step, a new group is needed): {said}",
+            {},
+        )
+
+
+def _text_of(error) -> str:
+    """str(error), or where that raises nothing: a rank that could not tell would leave the others waiting."""
+    try:
+        return str(error)
+    except Exception:
+        return ""
 
 
 def gather_rows(rows, counts, group) -> None:
