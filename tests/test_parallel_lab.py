@@ -102,6 +102,14 @@ def test_a_launch_that_fails_says_why(monkeypatch):
         parallel_launch.lines(2, device="cpu", size="tiny")
 
 
+@pytest.mark.parametrize("out", ["nowhere/lines.jsonl", "."])
+def test_an_output_that_cannot_be_a_file_is_refused_before_anything_starts(out, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(parallel_launch, "command", lambda *_: pytest.fail("started"))
+    with pytest.raises(ValueError, match=f"out='{out}': a file is allowed"):
+        parallel_launch.run(2, device="cpu", size="tiny", out=out)
+
+
 def test_one_gpu_has_one_rank_and_is_validated_on_the_cpu(monkeypatch, tmp_path, capsys):
     from vitkit.lab.results import SHARE, Run
 
