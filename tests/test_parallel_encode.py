@@ -208,7 +208,7 @@ def test_on_gpus(backend, kind, tmp_path):
     if backend == "nccl" and gpus < 2:
         pytest.skip(f"NCCL takes a GPU for each rank: 2 are needed, {gpus} is here")
     world = min(4, gpus) if backend == "nccl" else 2
-    for answer in ranks.run(world, on_gpus, backend, kind, folder=tmp_path, backend=backend):
+    for answer in ranks.run(world, on_gpus, backend, kind, folder=tmp_path, backend=backend, start="spawn"):
         if isinstance(answer, Exception):
             raise answer
         error, uploaded, own, device = answer
