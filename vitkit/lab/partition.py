@@ -43,7 +43,7 @@ def window_partition(image, grid_row, geometry, *, title=None) -> Figure:
     places = np.concatenate([window, np.full(down * across - len(index), -1)]).reshape(down, across)
 
     heights = min(PHOTO, (WIDTH - 0.8) * rows / columns), (WIDTH - 0.8) * down / across
-    fig = Figure(figsize=(WIDTH, sum(heights) + 1.8 + 0.3 * bool(title)), layout="constrained", facecolor="white")
+    fig = Figure(figsize=(WIDTH, sum(heights) + 1.8 + 0.3 * bool(title)), layout="constrained")
     above, below = fig.subplots(2, 1, height_ratios=heights)
     _image(above, image, rows, columns)
     _image(below, order, down, across)
