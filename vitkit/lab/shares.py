@@ -24,7 +24,13 @@ def accuracy(df, *, title=None) -> Figure:
             colour, marker = style(impl, others)
             mine = df[(df["dtype"] == dtype) & (df["impl"] == impl)]
             at = [i + 0.84 * ((dims.index(dim) + 0.5) / len(dims) - 0.5) for dim in mine["D"]]
-            options = {"marker": marker, "ms": min(6, 0.9 * marker_size(marker)), "mew": 0.5, "ls": "", "color": colour}
+            options = {
+                "marker": marker,
+                "ms": 0.75 * min(7, marker_size(marker)),
+                "mew": 0.5,
+                "ls": "",
+                "color": colour,
+            }
             ax.plot(mine["share"], at, label=impl, **options)
         for i in range(1, len(impls)):
             ax.axhline(i - 0.5, color=GRID, lw=0.7, zorder=0)
@@ -37,7 +43,7 @@ def accuracy(df, *, title=None) -> Figure:
         ax.set_axisbelow(True)
     panels[0].set_ylim(len(impls) - 0.5, -0.5)
     panels[0].set_yticks(range(len(impls)), impls)
-    panels[0].set_xlim(0, max(1.2, 1.1 * df["share"].max()))
+    panels[0].set_xlim(-0.04, max(1.2, 1.1 * df["share"].max()))
     for ax in panels:
         ax.tick_params(axis="y", length=0)
     order = f"; the marks of a row, from above: D = {', '.join(map(str, dims))}" if len(dims) > 1 else ""
