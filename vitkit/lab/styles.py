@@ -18,7 +18,7 @@ STYLES = {
     "size_cache": ("#661100", "d"),
     "size_cache_numpy": ("#A0522D", (5, 0, 0)),
     "size_cache_cold": ("#DFC27D", (3, 1, 180)),
-    "transformers_cpu_grid": ("#F2A57C", (4, 0, 20)),
+    "transformers_cpu_grid": ("#FFAABB", (4, 0, 20)),
     "auto": ("#AA3377", (7, 1, 0)),
     # Relatives of numba in greens, of triton in blues and violets.
     "numba_in_place": ("#66C2A5", (4, 0, 0)),
