@@ -202,7 +202,7 @@ def test_names_of_bars_have_room():
     fig = plots.speedup(df, "reference")
     fig.settle()
     (ax,) = fig.axes
-    assert max(text.get_window_extent().x1 for text in ax.texts) <= fig.bbox.x1 and ax.get_legend() is None
+    assert max(text.get_window_extent().x1 for text in ax.texts) <= ax.bbox.x1 and ax.get_legend() is None
 
 
 def test_the_section_of_a_row_is_not_in_the_title():
