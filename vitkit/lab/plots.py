@@ -208,7 +208,8 @@ def speedup(df, baseline: str, *, title=None, limits=("copy", "empty_launch")) -
                 ha="center", fontsize=9, color=INK)  # fmt: skip
     ax.set_xscale("log")
     ax.set_xlim(low, max(ends))
-    ticks = [t for t in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500) if low <= t <= 1.1 * high]
+    steps = (1, 2, 5) if high / low > 12 else (1, 1.5, 2, 3, 4, 5, 7)
+    ticks = [t for t in (s * 10.0**e for e in range(-3, 4) for s in steps) if low <= t <= 1.1 * high]
     ax.xaxis.set_major_locator(FixedLocator(ticks))
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     ax.xaxis.set_minor_locator(NullLocator())

@@ -1,6 +1,7 @@
 """Figures of shares: of the error that is allowed, and of the copy's bandwidth."""
 
 from matplotlib.colors import to_rgb
+from matplotlib.ticker import MaxNLocator
 
 from .figure import WIDTH, Figure
 from .labels import INK
@@ -44,6 +45,7 @@ def accuracy(df, *, title=None) -> Figure:
     panels[0].set_ylim(len(impls) - 0.5, -0.5)
     panels[0].set_yticks(range(len(impls)), impls)
     panels[0].set_xlim(-0.04, max(1.2, 1.1 * df["share"].max()))
+    panels[0].xaxis.set_major_locator(MaxNLocator(3))
     for ax in panels:
         ax.tick_params(axis="y", length=0)
     order = f"; the marks of a row, from above: D = {', '.join(map(str, dims))}" if len(dims) > 1 else ""
