@@ -5,14 +5,15 @@ from importlib.util import find_spec
 
 import torch
 
-from . import workloads
+from . import by_hand, workloads
 from .cases import CPU_TOKENS, Size, tokens
-from .rotary_cases import HEAD_DIMS, LIMIT_WAYS, rotary_case, rotary_geometry
+from .rotary_cases import DTYPES, HEAD_DIMS, LIMIT_WAYS, rotary_case, rotary_geometry
 from .timing import Case
 
 BACKWARD_TOKENS = (324, 1296, 12_960, 32_768, 65_536)
 LIMIT_TOKENS = (12_960, 32_768, 65_536)
 TRIES_TOKENS = 32_768
+CPU_ENTRIES, GPU_ENTRIES = 2**25, 2**29  # of q, for a workload by hand
 # Where torch.compile is timed beside the first head size's forward: it takes seconds for each shape (tiny: nowhere).
 COMPILED_TOKENS = (1296, 12_960, 32_768)
 # Layouts of the kernel for heads of 9 chunks, as (pair, rows, lanes, heads, warps); None is the library's choice.
@@ -119,6 +120,22 @@ def tries_cases(size, device, dtype, num_heads, threads, head_dim=72):
     qkv = case.inputs[0][0].qkv
     case.calls["in_place_negate"] = InPlaceNegate(qkv.shape, qkv.dtype, len(case.inputs), device)
     yield case
+
+
+def one_workload(*, tokens, num_heads, head_dim, dtype, device):
+    """`by_hand.table` of the forward on one image of so many tokens, without torch_compile, which takes seconds.
+
+    On a GPU with the clock `kernel`, on a CPU `e2e`. ValueError that names the argument and what is allowed.
+    """
+    device, geometry = torch.device(device), rotary_geometry(num_heads, head_dim)
+    most = (GPU_ENTRIES if device.type == "cuda" else CPU_ENTRIES) // (geometry.num_heads * geometry.head_dim)
+    if type(tokens) is not int or tokens % 4 or not 4 <= tokens <= most:
+        raise ValueError(f"tokens={tokens!r}: a multiple of 4 from 4 to {most} is allowed with these heads")
+    by_hand.check_choice("dtype", dtype, DTYPES)
+    side = max(n for n in range(2, int(tokens**0.5) + 1, 2) if tokens % (2 * n) == 0)  # as square as can be
+    options = {"threads": torch.get_num_threads(), "compiled": False}
+    case = rotary_case("by hand", [[1, side, tokens // side]], geometry, device, dtype, **options)
+    return by_hand.timed(case, device, "kernel" if device.type == "cuda" else "e2e")
 
 
 def tries() -> dict:
