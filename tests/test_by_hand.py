@@ -62,10 +62,12 @@ def test_forward_and_ranks():
     whole(forward_cases.one_workload(GRID, arms), "transformers", "plan", "accelerate")
     with pytest.raises(ValueError, match=r"grid_thw=.*0 patches, but 1 to \d+ are allowed"):
         forward_cases.one_workload([], arms)
+    torch.set_num_threads(2)
     out = parallel_by_hand.one_workload([[1, 8, 8], [6, 4, 4]], 3, "qwen2_5_vl", DEVICE)
     whole(out, "one_process", "frames", "whole_images")
     load = out.set_index("impl")["load"]
     assert load.one_process == 1 < load.frames < load.whole_images
+    assert torch.get_num_threads() == 2  # as before
     few = parallel_by_hand.one_workload([[1, 4, 4]], 2, "qwen2_5_vl", DEVICE)  # a rank without frames
     assert few.correct.eq("yes").all() and few.set_index("impl")["load"].frames == 2
 

@@ -14,7 +14,7 @@ from ..parallel import FrameCosts, assign, whole_images
 from ..parallel.encoder import Share
 from . import by_hand
 from .forward_cases import CPU_PATCHES, GPU_PATCHES, _in_float32
-from .parallel_cases import OP, allowed, error_of
+from .parallel_cases import OP, allowed, divided_threads, error_of
 from .timing import Case, measure
 from .tower import TOWERS, make_towers, merged
 
@@ -33,7 +33,16 @@ def one_workload(grid_thw, ranks: int, tower: str, device) -> pd.DataFrame:
     device = torch.device(device)
     geometry = getattr(Geometry, tower)()
     grid = by_hand.check_grid(grid_thw, geometry, GPU_PATCHES if device.type == "cuda" else CPU_PATCHES)
-    module, exact = _towers(tower, device)
+    before = torch.get_num_threads()
+    torch.set_num_threads(divided_threads(0, ranks))  # as many as each of so many ranks would have
+    try:
+        return _shares(grid, ranks, *_towers(tower, device))
+    finally:
+        torch.set_num_threads(before)
+
+
+def _shares(grid, ranks, module, exact) -> pd.DataFrame:
+    device = module.patch_embed.proj.weight.device
     geometry, costs = Geometry.from_config(module.config), FrameCosts.from_config(module.config)
     width = module.patch_embed.proj.weight[0].numel()
     pixels = torch.randn(sum(t * h * w for t, h, w in grid), width, generator=torch.Generator().manual_seed(0))
