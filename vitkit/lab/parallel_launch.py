@@ -16,6 +16,7 @@ import torch
 from . import parallel_bench
 from .env import resolve_device
 from .parallel_cases import divided_threads, rank_counts
+from .progress import progress
 from .results import SHARE
 from .timing import _said
 
@@ -94,7 +95,7 @@ def measure(run, size, tower, threads) -> list[int]:
     """
     ranks = rank_counts(size, run.device, torch.cuda.device_count())
     threads = divided_threads(threads, max(ranks))  # the same for any number of ranks
-    for nproc in ranks:
+    for nproc in progress(ranks, "numbers of ranks"):
         for line in lines(nproc, device=run.device.type, size=size.name, tower=tower, threads=threads):
             if "row" in line:
                 run.add(line["row"])
