@@ -79,7 +79,7 @@ def run(argv: list[str]) -> int:
     )  # fmt: skip
     args = parser.parse_intermixed_args(argv)
     try:
-        from vitkit.lab import batch, results, runner, runs
+        from vitkit.lab import batch, results, runner, states
 
         root, away, earlier = results.repo_root(), bool(args.scheduler), None
         if args.resume is None:
@@ -87,7 +87,7 @@ def run(argv: list[str]) -> int:
         elif args.names or args.given or args.sweep or args.params:
             return refuse("vitkit run", "--resume takes notebooks and values from the earlier batch: give none here")
         else:
-            earlier = runs.load(root / "runs", args.resume)
+            earlier = states.load(root / "runs", args.resume)
             jobs = batch.missing_jobs(earlier[1], root / "notebooks", away=away)
         batch.check_outputs(jobs, root)
         if args.dry_run or not jobs:

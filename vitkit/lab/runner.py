@@ -10,7 +10,7 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
-from vitkit.lab import execute, runs
+from vitkit.lab import execute, states
 from vitkit.lab.batch import Job, describe
 from vitkit.lab.execute import Target
 
@@ -22,24 +22,24 @@ def run(jobs: list[Job], root: Path, *, stop: bool = False, scheduler: str = "",
 
     0: all finished; 1: one failed, and the others ran all the same, or with `stop` were left; 130: interrupted.
     scheduler: address of a Dask scheduler whose workers execute them. earlier: (folder, state) of the batch that is gone
-    on with, as `runs.load` returns it. ValueError, before anything runs, if that one is still going on, if runs/ cannot
+    on with, as `states.load` returns it. ValueError, before anything runs, if that one is still going on, if runs/ cannot
     be written or if the scheduler does not answer.
     """
     folder = Path(root) / "runs"
-    with runs.lock(folder) as alone, _signals_as_interrupt():
+    with states.lock(folder) as alone, _signals_as_interrupt():
         if earlier and not alone:
             raise ValueError("another run is going on here: wait for its end")
         if not alone:
             print("another run is going on here: the two will disturb each other's timings", flush=True)
         elif not earlier:
-            runs.say_what_came_before(folder)
+            states.say_what_came_before(folder)
         if scheduler:
             from vitkit.lab import cluster
 
             way = cluster.connect(scheduler)
         else:
             way = _one_after_another
-        batch = Batch(jobs, Path(root), *(earlier or runs.new_run(folder, jobs)))
+        batch = Batch(jobs, Path(root), *(earlier or states.new_run(folder, jobs)))
         try:
             batch.note(status="running", running=None)
             way(batch, stop)
@@ -49,11 +49,11 @@ def run(jobs: list[Job], root: Path, *, stop: bool = False, scheduler: str = "",
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_IGN)  # what is left takes no time; restored on the way out
             execute.kill_kernels()
-            print(f"\ninterrupted{runs.at(batch.state)}; {runs.finished(batch.state)}", flush=True)
+            print(f"\ninterrupted{states.at(batch.state)}; {states.finished(batch.state)}", flush=True)
             batch.leave("interrupted")
             return INTERRUPTED
-        except runs.Stopped as error:
-            print(f"stopped: {error}; {runs.finished(batch.state)}", flush=True)
+        except states.Stopped as error:
+            print(f"stopped: {error}; {states.finished(batch.state)}", flush=True)
             batch.leave("failed")
         return 0 if batch.complete() else 1
 
@@ -85,7 +85,7 @@ class Batch:
         return all(key in self.state["finished"] for key in self.state["planned"])
 
     def note(self, **changes) -> None:
-        runs.note(self.folder, self.state, **changes)
+        states.note(self.folder, self.state, **changes)
 
     def short(self, path: Path) -> str:
         return str(path.relative_to(self.root) if path.is_relative_to(self.root) else path)
@@ -111,7 +111,7 @@ class Batch:
         """The end of a batch that stopped on the way; a full disk is no reason for a traceback."""
         try:
             self.note(status=status)
-        except runs.Stopped as error:
+        except states.Stopped as error:
             print(error)
         print(summary(self.state))
         print(f"state and executed notebooks: {self.short(self.folder)}/")
