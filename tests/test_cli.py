@@ -50,16 +50,16 @@ def test_run_refuses(no_kernel, capsys, argv, said):
 
 def test_names_and_parameters_mix(no_kernel, monkeypatch):
     plans = []
-    monkeypatch.setattr("vitkit.lab.runner.run", lambda plan, root: plans.append((plan, root)) or 0)
+    monkeypatch.setattr("vitkit.lab.runner.run", lambda jobs, root, **how: plans.append((jobs, root)) or 0)
     assert main(["run", "2", "-p", "threads", "1", "1_a", "-p", "device", "cpu"]) == 0
     assert main(["run", "-p", "device", "cpu", "2"]) == 0
     (first, root), (second, _) = plans
     assert root == no_kernel
-    assert [(path.stem, values) for path, values in first] == [
+    assert [(job.path.stem, job.values) for job in first] == [
         ("2_b", {"threads": 1, "device": "cpu"}),
         ("1_a", {"device": "cpu"}),
     ]
-    assert [path.stem for path, _ in second] == ["2_b"]
+    assert [job.path.stem for job in second] == ["2_b"]
 
 
 def test_help_lists_the_commands(capsys):
@@ -71,7 +71,7 @@ def test_help_lists_the_commands(capsys):
 @pytest.mark.parametrize("argv", [[], ["rn"]])
 def test_unknown_command(argv, capsys):
     assert main(argv) == 2
-    assert "allowed: run, rotary" in capsys.readouterr().err
+    assert "allowed: run, writeup" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -139,6 +139,23 @@ def test_no_time_on_a_red_check(monkeypatch):
     said = []
     assert rotary_bench.run(config, say=said.append) == 1
     assert "wrong: NOT correct" in said[-1]
+
+
+@pytest.mark.parametrize(
+    "argv, said",
+    [
+        ([], "--nproc"),
+        (["--nproc", "0"], "'0': an integer of at least 1 is allowed"),
+        (["--nproc", "2", "--threads", "x"], "'x': an integer of at least 0 is allowed"),
+        (["--nproc", "2", "--tower", "clip"], "invalid choice: 'clip'"),
+        (["--nproc", "99", "--device", "cuda"], "allowed here"),
+    ],
+)
+def test_parallel_refuses(argv, said, capsys, monkeypatch):
+    monkeypatch.setattr("subprocess.Popen", lambda *args, **kwargs: pytest.fail("started"))
+    assert status(["parallel", *argv]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("vitkit parallel: ") and said in err and err.count("\n") == 1
 
 
 def status(argv) -> int:

@@ -13,6 +13,8 @@ from vitkit.lab.rows import COLUMNS, read_rows  # noqa: E402
 from vitkit.lab.tables import is_correct  # noqa: E402
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
+TOUR = next(path for path in NOTEBOOKS if path.stem == "0_tour")  # measures nothing
+MEASURED = [path for path in NOTEBOOKS if path != TOUR]
 THEIRS = ("transformers", "copy")
 FORWARDS = ("plan", "plan+rotary", "+embed", "accelerate")
 PLANS = ("auto", "size_cache", "size_cache_numpy", "size_cache_cold")
@@ -22,6 +24,7 @@ EXPECTED = {  # implementations of every op, figures, tables
     "3_window_index": ({op: {"reference", "torch", "numba", *THEIRS} for op in ("window_index", "cu_seqlens")}, 5, 2),
     "4_host_device_traffic": ({"VisionPlan.from_grid": {"reference", "torch", "numba", *PLANS, *THEIRS}}, 3, 3),
     "5_vit_forward": ({"accelerate": {"transformers", *FORWARDS}, "matmul": {"matmul"}}, 3, 4),
+    "6_encoder_data_parallel": ({"encode": {"one_process", "frames", "whole_images", "whole_images_padded"}}, 4, 3),
 }
 
 
@@ -30,7 +33,7 @@ def test_a_tiny_run_stays_out_of_the_repositorys_results():
 
     assert cases.out_folder("", "tiny") == str(results.repo_root() / "runs" / "tiny")
     assert cases.out_folder("", "cpu") == "" and cases.out_folder("mine", "tiny") == "mine"
-    target = runner.Target(NOTEBOOKS[0], {"device": "cpu", "size": "tiny"}, results.repo_root())
+    target = runner.Target(MEASURED[0], {"device": "cpu", "size": "tiny"}, results.repo_root())
     assert target.csv.is_relative_to(results.repo_root() / "runs" / "tiny")
 
 
@@ -42,7 +45,7 @@ def execute(notebook, out, monkeypatch, **parameters):
     return nbformat.read(target, as_version=4)
 
 
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("notebook", MEASURED, ids=lambda path: path.stem)
 def test_a_notebook_writes_its_rows_and_figures(notebook, tmp_path, monkeypatch):
     executed = execute(notebook, tmp_path, monkeypatch)
     ops, n_figures, n_tables = EXPECTED[notebook.stem]
@@ -80,6 +83,19 @@ def test_a_notebook_writes_its_rows_and_figures(notebook, tmp_path, monkeypatch)
     assert f"wrote {csv.resolve()}" in said
 
 
+def test_the_tour_shows_and_writes_its_pictures(tmp_path, monkeypatch):
+    executed = execute(TOUR, tmp_path, monkeypatch, t=2, h=8, w=12, patch=150)
+    outputs = [o for c in executed.cells if c.cell_type == "code" for o in c.outputs]
+    assert sum("image/png" in o.get("data", {}) for o in outputs) == 5  # beside the widgets, for pages without them
+    written = {path.name for path in tmp_path.glob("figures/cpu-*/*")}
+    names = ("patches", "order", "sequence", "positions", "segments")
+    assert written == {f"0_tour-{name}.{kind}" for name in names for kind in ("svg", "png")}
+    said = "".join(o.get("text", "") for o in outputs)
+    assert said.count("wrote ") == 11 and not list(tmp_path.glob("data/results/*/*.csv"))
+    linked = set(re.findall(r"\]\(([^)]+\.ipynb)\)", "".join(c.source for c in executed.cells)))
+    assert linked and linked <= {path.name for path in MEASURED}
+
+
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_is_kept_without_outputs_and_in_small_cells(notebook):
     book = nbformat.read(notebook, as_version=4)
@@ -96,14 +112,14 @@ def test_a_notebook_is_kept_without_outputs_and_in_small_cells(notebook):
 def test_own_grids_from_a_file(tmp_path, monkeypatch):
     trace = tmp_path / "trace.csv"
     trace.write_text("t,h,w\n1,4,6\n2,8,10\n")
-    execute(NOTEBOOKS[1], tmp_path, monkeypatch, grids=str(trace))
+    execute(MEASURED[1], tmp_path, monkeypatch, grids=str(trace))
     (csv,) = tmp_path.glob("data/results/cpu-*/2_rot_pos_ids.csv")
     assert {"own line 2", "own line 3"} <= set(read_rows(csv).case)
 
 
 def test_a_bad_grid_stops_the_notebook_before_a_row_is_written(tmp_path, monkeypatch):
     with pytest.raises(pm.PapermillExecutionError, match="multiples of spatial_merge_size"):
-        execute(NOTEBOOKS[1], tmp_path, monkeypatch, grids=[[1, 7, 8]])
+        execute(MEASURED[1], tmp_path, monkeypatch, grids=[[1, 7, 8]])
     assert not list(tmp_path.glob("data/results/*/*.csv"))
 
 

@@ -1,17 +1,23 @@
-"""python -m vitkit: `run` executes the notebooks, `rotary` is the published rotary benchmark, `tune` measures `auto`.
+"""python -m vitkit: `run` executes the notebooks, `writeup` and `compare` tell what they measured, `rotary` is the
+published rotary benchmark, `tune` measures `auto`.
 
 What cannot be done is refused in one line on stderr with exit status 2, before anything is started.
 """
 
 import argparse
 import sys
+from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 
 USAGE = """usage: python -m vitkit COMMAND ...
 
   run      execute the notebooks, then print what was measured and where it lies
+  writeup  Markdown for a pull request from what was measured, in the form of several projects
+  compare  what changed between two runs or two machines, and what is within the noise
   rotary   the published rotary benchmark: q and k in two launches or in one
   tune     measures on this device which way of building index tensors is the faster one, for impl="auto"
+  parallel times the vision encoder shared out over several processes of this machine, by torchrun
 
 python -m vitkit COMMAND --help tells a command's options."""
 
@@ -63,7 +69,7 @@ def run(argv: list[str]) -> int:
     )  # fmt: skip
     parser.add_argument(
         "--params", default="", metavar="FILE",
-        help="YAML: a mapping of names to values, or a list of mappings, each of which is run; -p and --sweep win over it",
+        help="YAML: a mapping of names to values, or a list of mappings, each of which is run; -p and --sweep win",
     )  # fmt: skip
     parser.add_argument("--dry-run", action="store_true", help="print what would run, and write nothing")
     parser.add_argument(
@@ -162,6 +168,73 @@ def tune(argv: list[str]) -> int:
     return 0
 
 
+def parallel(argv: list[str]) -> int:
+    """Times a tower shared out over ranks (vitkit.parallel.encode) on this machine: torchrun with what notebook 6 runs.
+
+    Several machines: torchrun --nnodes ... -m vitkit.lab.parallel_bench, as the README shows.
+    """
+    from vitkit.lab import parallel_command
+
+    return parallel_command.main(argv, Parser, refuse)
+
+
+def writeup(argv: list[str]) -> int:
+    """Markdown for a pull request, made of data/results: speedups, traffic, accuracy, figures, how to repeat it."""
+    parser = Parser(prog="vitkit writeup", description=writeup.__doc__)
+    parser.add_argument(
+        "--style", default="plain", help="plain, vllm, sglang or transformers: whose headings to follow"
+    )
+    parser.add_argument("--device", default="", help="a folder of data/results (default: that with the newest rows)")
+    parser.add_argument(
+        "--run", action="append", default=[], metavar="ID",
+        help="a run_id of the rows; may be given several times (default: the newest run of every notebook)",
+    )  # fmt: skip
+    parser.add_argument("--out", default="", metavar="FILE", help="where to write it (default: standard output)")
+    parser.add_argument("--root", default="", help="the folder with data/ and figures/ (default: the repository)")
+    parser.add_argument("--base", default="", metavar="URL", help="what links begin with (default: relative to FILE)")
+    args = parser.parse_args(argv)
+    named = {"device": args.device, "run_ids": args.run, "root": args.root, "out": args.out, "base": args.base}
+    return _say("writeup", args.out, lambda module: module.write(args.style, **named))
+
+
+def compare(argv: list[str]) -> int:
+    """What changed between two runs or two machines, with the noise of both (from p20 to p80).
+
+    RUN is the run_id of the rows, or a folder of data/results: that device's newest run of every notebook.
+    """
+    parser = Parser(prog="vitkit compare", description=compare.__doc__)
+    parser.add_argument("first", metavar="RUN")
+    parser.add_argument("second", metavar="RUN")
+    parser.add_argument("--all", action="store_true", help="also the rows that changed within the noise")
+    parser.add_argument("--out", default="", metavar="FILE", help="where to write it (default: standard output)")
+    parser.add_argument("--root", default="", help="the folder with data/ (default: the repository)")
+    args = parser.parse_args(argv)
+    return _say("compare", args.out, lambda m: m.write(args.first, args.second, root=args.root, every=args.all))
+
+
+def _say(command: str, out: str, make) -> int:
+    """Prints what `make` gives for the module vitkit.lab.<command>, or writes it to `out`, whole or not at all."""
+    try:
+        text = make(import_module(f"vitkit.lab.{command}"))
+    except (ValueError, OSError) as error:
+        return refuse(f"vitkit {command}", error)
+    except ModuleNotFoundError as error:
+        return refuse(f"vitkit {command}", f"{error.name} is not installed; pip install -r requirements.txt")
+    if not out:
+        sys.stdout.write(text)
+        return 0
+    part = Path(f"{out}.part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(out)
+    except OSError as error:
+        if part.is_file():
+            part.unlink()
+        return refuse(f"vitkit {command}", f"--out {out}: cannot write it ({error.strerror}); another place is allowed")
+    print(f"wrote {out}")
+    return 0
+
+
 def count(text: str) -> int:
     return _integer(text, least=0)
 
@@ -187,4 +260,11 @@ def _integer(text: str, least: int) -> int:
     return value
 
 
-COMMANDS = {"run": run, "rotary": rotary, "tune": tune}
+COMMANDS = {
+    "run": run,
+    "writeup": writeup,
+    "compare": compare,
+    "rotary": rotary,
+    "tune": tune,
+    "parallel": parallel,
+}

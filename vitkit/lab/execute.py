@@ -1,7 +1,8 @@
 """One notebook through papermill: the kernel is this interpreter, and what counts is the rows that it wrote.
 
 papermill marks cells completed after a kernel's death, so a notebook has finished only if nothing was raised and rows
-of a new run stand in its data/results/<device>/<notebook>.csv.
+of a new run stand in its data/results/<device>/<notebook>.csv; or new figures, in the case of one that measures
+nothing, such as the tour.
 """
 
 import os
@@ -33,10 +34,13 @@ class Target:
     def written(self, rows: list[dict]) -> list[Path]:
         """The files of this run: rows, environments, figures."""
         env = [self.root / "data" / "env" / f"{i}.json" for i in sorted({row["env_id"] for row in rows})]
-        figures = sorted((self.root / "figures" / self.slug).glob(f"{self.name}-*"))
-        drawn = [path for path in figures if path.stat().st_mtime >= self.start - 1]  # file systems round down
         counts = self.csv.with_name(f"{self.name}-counts.csv")
-        return [self.csv, *(path for path in (counts, *env) if path.exists()), *drawn]
+        return [*(path for path in (self.csv, counts, *env) if path.exists()), *self.drawn()]
+
+    def drawn(self) -> list[Path]:
+        """Figures and tables written since."""
+        figures = sorted((self.root / "figures" / self.slug).glob(f"{self.name}-*"))
+        return [path for path in figures if path.stat().st_mtime >= self.start - 1]  # file systems round down
 
 
 def _rows(path: Path) -> list[dict]:

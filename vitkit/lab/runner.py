@@ -21,9 +21,9 @@ def run(jobs: list[Job], root: Path, *, stop: bool = False, scheduler: str = "",
     """Executes `jobs` and returns the exit status.
 
     0: all finished; 1: one failed, and the others ran all the same, or with `stop` were left; 130: interrupted.
-    scheduler: address of a Dask scheduler whose workers execute them. earlier: (folder, state) of the batch that is gone
-    on with, as `states.load` returns it. ValueError, before anything runs, if that one is still going on, if runs/ cannot
-    be written or if the scheduler does not answer.
+    scheduler: address of a Dask scheduler whose workers execute them. earlier: (folder, state) of the batch that is
+    gone on with, as `states.load` returns it. ValueError, before anything runs, if that one is still going on, if runs/
+    cannot be written or if the scheduler does not answer.
     """
     folder = Path(root) / "runs"
     with states.lock(folder) as alone, _signals_as_interrupt():
@@ -95,7 +95,7 @@ class Batch:
         from vitkit.lab.overview import overview
 
         for name, rows, _ in self.done:
-            print(f"\n{overview(name, rows)}")
+            print(f"\n{overview(name, rows) if rows else f'{name}: figures, no rows'}")
         print("\nexecuted notebooks")
         for path in sorted(self.folder.glob("*.ipynb")):
             print(f"  {self.short(path)}")
@@ -146,7 +146,7 @@ def _one_after_another(batch: Batch, stop: bool) -> None:
             target = Target(job.path, job.values, batch.root)
             execute.execute(job.path, job.values, batch.folder / f"{job.key}.ipynb")
             rows = target.new_rows()
-            if not rows:
+            if not rows and not target.drawn():
                 raise RuntimeError(f"no row was written to {target.csv}")
         except Exception as error:
             batch.fail(job, execute.describe(error) + _kept(target))

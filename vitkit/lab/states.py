@@ -15,7 +15,7 @@ class Stopped(Exception):
 
 
 def new_run(runs: Path, jobs) -> tuple[Path, dict]:
-    """A new folder runs/<utc> and its state, ValueError if it cannot be written. jobs: as `batch.make_jobs` has them."""
+    """A new folder runs/<utc> and its state; ValueError if it cannot be written. jobs: of `batch.make_jobs`."""
     stamp = utc = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
     for again in range(2, 100):
         try:
