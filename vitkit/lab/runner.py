@@ -36,6 +36,7 @@ def run(jobs: list[Job], root: Path, *, stop: bool = False, scheduler: str = "",
         if scheduler:
             from vitkit.lab import cluster
 
+            cluster.check_jobs(jobs)
             way = cluster.connect(scheduler)
         else:
             way = _one_after_another

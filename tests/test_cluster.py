@@ -1,0 +1,138 @@
+"""A batch on a Dask cluster of this machine: two workers, one killed in the middle, against the batch run locally."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("papermill")
+pytest.importorskip("distributed")
+from vitkit.lab import batch, cluster, code, results, runner
+from vitkit.lab.rows import read_rows
+
+REPOSITORY = Path(runner.__file__).resolve().parents[2]
+PARAMETERS = 'device: str = "auto"\nout: str = ""\nscale: int = 1'
+# Rows as fixed as can be, in two steps; the third run that a worker begins hangs between them.
+MEASURE = """import os, time
+from pathlib import Path
+from vitkit.lab.results import Run
+run = Run("{stem}", device, out)
+start, worker = time.time(), os.environ.get("TEST_WORKER", "")
+same = dict(op="toy", dtype="float32", clock="e2e", correct=True, n_tokens=8, params={{"scale": {scale}}})
+run.add(dict(same, impl="fast", case="a", median_us=2.0 * {scale}))
+marks = Path({marks!r})
+(marks / f"{{worker}}-{stem}-{{{scale}}}").write_text(str(os.getpid()))
+if worker and len(list(marks.glob("[ab]-*"))) == 3:
+    time.sleep(300)
+run.count("a", "fast", "launches", {scale})
+run.add(dict(same, impl="transformers", case="a", median_us=9.0))
+(marks / f"times-{{worker}}-{stem}-{{{scale}}}").write_text(f"{{start}} {{time.time()}}")
+run.finish()"""
+
+
+@pytest.fixture
+def dask(tmp_path):
+    """start(name, *arguments, **environment) starts a scheduler or a worker; all are ended with the test."""
+    processes = []
+
+    def start(kind, *arguments, **environment):
+        env = {**os.environ, "PYTHONPATH": str(REPOSITORY), "DASK_DISTRIBUTED__ADMIN__LOG_LENGTH": "0", **environment}
+        with open(tmp_path / f"{kind}{len(processes)}.log", "w") as log:
+            command = [sys.executable, "-m", f"distributed.cli.dask_{kind}", *arguments, "--no-dashboard"]
+            processes.append(subprocess.Popen(command, env=env, stdout=log, stderr=log, cwd=tmp_path))
+        return processes[-1]
+
+    def scheduler():
+        file = tmp_path / "scheduler.json"
+        start("scheduler", "--host", "127.0.0.1", "--port", "0", "--scheduler-file", str(file))
+        wait_for(lambda: file.exists() and json.loads(file.read_text()), "the scheduler did not start")
+        return json.loads(file.read_text())["address"]
+
+    def worker(address, name, *arguments):
+        folder = tmp_path / f"tmp-{name}"  # as if on a machine of its own, with its own locks
+        folder.mkdir()
+        arguments = (address, "--no-nanny", "--host", "127.0.0.1", "--local-directory", str(folder), *arguments)
+        return start("worker", *arguments, TEST_WORKER=name, TMPDIR=str(folder))
+
+    yield scheduler, worker
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def wait_for(condition, what, seconds=90):
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        try:
+            if condition():
+                return
+        except ValueError:  # a file half written
+            pass
+        time.sleep(0.1)
+    pytest.fail(what)
+
+
+def measured(root):
+    """The rows and counts of a tree, without what differs from run to run; and the number of runs."""
+    found, ids = [], []
+    for path in sorted(root.glob("data/results/*/*.csv")):
+        df = read_rows(path)
+        ids += list(df.run_id.unique())
+        df = df.drop(columns=["run_id", "utc", "code_hash"])  # toys stand in no checkout: see the test of the bundle
+        found += [(path.name, *map(str, row)) for row in df.itertuples(index=False)]
+    return sorted(found), len(set(ids))
+
+
+def test_two_workers_one_killed_against_a_local_run(toy, dask, tmp_path, capsys):
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    toy("1_a", MEASURE.format(stem="1_a", marks=str(marks), scale="scale"), parameters=PARAMETERS)
+    toy("2_b", MEASURE.format(stem="2_b", marks=str(marks), scale=1), parameters=PARAMETERS.rpartition("\n")[0])
+    away, local = tmp_path / "away", tmp_path / "local"
+
+    def jobs(out):
+        return batch.make_jobs([], [("out", str(out)), ("device", "cpu")], ["scale=1,2"], "", tmp_path / "notebooks")
+
+    assert runner.run(jobs(local), tmp_path) == 0
+    capsys.readouterr()
+    for path in marks.iterdir():
+        path.unlink()
+
+    start_scheduler, start_worker = dask
+    address = start_scheduler()
+    workers = {name: start_worker(address, name, "--nthreads", "2", "--resources", "GPU=1") for name in "ab"}
+    begun = []
+
+    def kill_in_the_middle():
+        wait_for(lambda: len(list(marks.glob("[ab]-*"))) == 3, "no third run began")
+        begun.extend(sorted(marks.glob("[ab]-*"), key=lambda path: path.stat().st_mtime_ns))
+        os.kill(workers[begun[-1].name[0]].pid, signal.SIGKILL)
+
+    thread = threading.Thread(target=kill_in_the_middle)
+    thread.start()
+    assert runner.run(jobs(away), tmp_path, scheduler=address) == 0
+    thread.join()
+    said = capsys.readouterr().out
+
+    assert measured(away) == measured(local) and measured(local)[1] == 3 and len(measured(local)[0]) == 9
+    hung = begun[-1]
+    victim, other = hung.name[0], "ab".replace(hung.name[0], "")
+    assert workers[victim].wait(5) == -signal.SIGKILL and not (marks / f"times-{hung.name}").exists()
+    assert (marks / f"times-{other}{hung.name[1:]}").exists()  # taken over
+    with pytest.raises(ProcessLookupError):  # its kernel is gone
+        os.kill(int(hung.read_text()), 0)
+    left = [path for path in tmp_path.glob("tmp-*/vitkit-*") if path.is_dir()]
+    assert not left, "folders of runs are left"
+    for name in "ab":  # two threads, one GPU: one run at a time
+        times = sorted(tuple(map(float, path.read_text().split())) for path in marks.glob(f"times-{name}-*"))
+        assert times and all(end <= start for (_, end), (start, _) in zip(times, times[1:]))
+    assert said.count("2 rows, all correct") == 3 and "4.50x transformers" in said
+    state = json.loads(max(tmp_path.glob("runs/*/state.json")).read_text())
+    assert state["status"] == "finished" and len(state["finished"]) == 3 and state["running"] is None
+    assert {path.stem for path in tmp_path.glob(f"runs/{state['utc']}/*.ipynb")} == {"1_a.1", "1_a.2", "2_b"}
