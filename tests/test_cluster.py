@@ -1,5 +1,6 @@
 """A batch on a Dask cluster of this machine: two workers, one killed in the middle, against the batch run locally."""
 
+import io
 import json
 import os
 import signal
@@ -7,13 +8,16 @@ import subprocess
 import sys
 import threading
 import time
+import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("papermill")
 pytest.importorskip("distributed")
-from vitkit.lab import batch, cluster, code, results, runner
+from vitkit.lab import batch, cluster, results, runner
+from vitkit.lab.cluster_child import device_lock
 from vitkit.lab.rows import read_rows
 
 REPOSITORY = Path(runner.__file__).resolve().parents[2]
@@ -136,3 +140,74 @@ def test_two_workers_one_killed_against_a_local_run(toy, dask, tmp_path, capsys)
     state = json.loads(max(tmp_path.glob("runs/*/state.json")).read_text())
     assert state["status"] == "finished" and len(state["finished"]) == 3 and state["running"] is None
     assert {path.stem for path in tmp_path.glob(f"runs/{state['utc']}/*.ipynb")} == {"1_a.1", "1_a.2", "2_b"}
+
+
+def test_a_failure_there_and_an_interrupt_here(toy, dask, tmp_path, capsys):
+    """What a failed run had measured comes home; Ctrl-C ends the runs that are under way, on their machines too."""
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    begin = MEASURE.format(stem="1_fails", marks=str(marks), scale=1).splitlines()[:7]
+    toy("1_fails", "\n".join(begin), "raise KeyError('gone')", parameters=PARAMETERS)
+    pid = tmp_path / "pid"
+    hang = f"import os, pathlib, time\npathlib.Path({str(pid)!r}).write_text(str(os.getpid()))\ntime.sleep(300)"
+    toy("2_hangs", hang, parameters=PARAMETERS)
+    start_scheduler, start_worker = dask
+    address = start_scheduler()
+    start_worker(address, "a")  # declares nothing: a run for each worker
+
+    def interrupt():
+        wait_for(lambda: pid.exists() and pid.read_text(), "the second run did not begin")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    out = tmp_path / "out"
+    jobs = batch.make_jobs([], [("out", str(out)), ("device", "cpu")], [], "", tmp_path / "notebooks")
+    assert runner.run(jobs, tmp_path, scheduler=address) == runner.INTERRUPTED
+    thread.join()
+    said = capsys.readouterr().out
+    state = json.loads(max(tmp_path.glob("runs/*/state.json")).read_text())
+    assert state["status"] == "interrupted" and state["running"] == "2_hangs" and not state["finished"]
+    assert "KeyError: 'gone'; 1 rows measured before it are kept in" in state["failed"]["1_fails"]
+    assert len(measured(out)[0]) == 1 and "interrupted at 2_hangs; finished: none" in said
+    wait_for(lambda: not Path(f"/proc/{pid.read_text()}").exists(), "the kernel goes on", 20)
+    wait_for(lambda: not [path for path in tmp_path.glob("tmp-a/vitkit-*") if path.is_dir()], "a folder is left", 20)
+
+
+def test_the_code_that_travels_is_the_code_here(tmp_path):
+    root = REPOSITORY
+    path = root / "notebooks" / "2_rot_pos_ids.ipynb"
+    job = batch.Job(path.stem, path, {"out": "/here", "grids": str(tmp_path / "trace.csv"), "threads": 1})
+    (tmp_path / "trace.csv").write_text("1,4,6\n")
+    packed = cluster._bundle(cluster._common_files(root), job)
+    there = tmp_path / "there"
+    zipfile.ZipFile(io.BytesIO(packed)).extractall(there)
+    assert results.code_hash(path.stem, there) == results.code_hash(path.stem, root)
+    sent = json.loads((there / "job.json").read_text())
+    assert sent == {"notebook": path.stem, "values": {"grids": "grids.csv", "threads": 1}}
+    assert (there / "grids.csv").read_text() == "1,4,6\n" and (there / "data" / "workloads.json").is_file()
+
+
+def test_one_at_a_time_on_a_device(tmp_path):
+    """Also where two workers were started for one GPU, or a worker was given several threads."""
+    inside = threading.Event()
+
+    def second():
+        with device_lock(torch.device("cpu"), tmp_path):
+            inside.set()
+
+    thread = threading.Thread(target=second)
+    with device_lock(torch.device("cpu"), tmp_path):
+        thread.start()
+        assert not inside.wait(0.5)
+    assert inside.wait(10)
+    thread.join()
+
+
+def test_what_cannot_come_home_is_refused(toy, tmp_path):
+    toy("1_a")
+    with pytest.raises(ValueError, match=r"1_a\.ipynb has no parameter out"):
+        cluster.check_jobs(batch.make_jobs([], [], [], "", tmp_path / "notebooks"))
+    toy("1_a", parameters=PARAMETERS + '\nrun_id: str = ""')
+    with pytest.raises(ValueError, match="run_id is not allowed with --scheduler"):
+        cluster.check_jobs(batch.make_jobs([], [("run_id", "x")], [], "", tmp_path / "notebooks"))

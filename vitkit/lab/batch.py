@@ -75,7 +75,7 @@ def read_file(path) -> list[dict]:
     variants = content if isinstance(content, list) else [content]
     if not variants or not all(isinstance(variant, dict) and variant for variant in variants):
         raise ValueError(f"--params {path}: {allowed}")
-    return variants
+    return [{str(name): value for name, value in variant.items()} for variant in variants]
 
 
 def check_outputs(jobs: list[Job], root: Path) -> None:

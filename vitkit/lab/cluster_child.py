@@ -17,7 +17,6 @@ from pathlib import Path
 
 from vitkit.lab import execute
 
-
 _gone = threading.Event()  # the worker
 
 

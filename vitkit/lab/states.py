@@ -3,7 +3,7 @@
 import fcntl
 import json
 import os
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -67,6 +67,8 @@ def note(folder: Path, state: dict, **changes) -> None:
             os.fsync(file.fileno())
         os.replace(part, folder / "state.json")
     except OSError as error:
+        with suppress(OSError):
+            part.unlink()
         raise Stopped(f"cannot write {folder / 'state.json'}: {error.strerror}") from None
 
 
