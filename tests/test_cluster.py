@@ -64,7 +64,7 @@ def dask(tmp_path):
         arguments = (address, "--no-nanny", "--host", "127.0.0.1", "--local-directory", str(folder), *arguments)
         return start("worker", *arguments, TEST_WORKER=name, TMPDIR=str(folder))
 
-    yield scheduler, worker
+    yield scheduler, worker, processes
     for process in processes:
         process.kill()
         process.wait()
@@ -108,7 +108,7 @@ def test_two_workers_one_killed_against_a_local_run(toy, dask, tmp_path, capsys)
     for path in marks.iterdir():
         path.unlink()
 
-    start_scheduler, start_worker = dask
+    start_scheduler, start_worker, _ = dask
     address = start_scheduler()
     workers = {name: start_worker(address, name, "--nthreads", "2", "--resources", "GPU=1") for name in "ab"}
     begun = []
@@ -151,7 +151,7 @@ def test_a_failure_there_and_an_interrupt_here(toy, dask, tmp_path, capsys):
     pid = tmp_path / "pid"
     hang = f"import os, pathlib, time\npathlib.Path({str(pid)!r}).write_text(str(os.getpid()))\ntime.sleep(300)"
     toy("2_hangs", hang, parameters=PARAMETERS)
-    start_scheduler, start_worker = dask
+    start_scheduler, start_worker, _ = dask
     address = start_scheduler()
     start_worker(address, "a")  # declares nothing: a run for each worker
 
@@ -172,6 +172,21 @@ def test_a_failure_there_and_an_interrupt_here(toy, dask, tmp_path, capsys):
     assert len(measured(out)[0]) == 1 and "interrupted at 2_hangs; finished: none" in said
     wait_for(lambda: not Path(f"/proc/{pid.read_text()}").exists(), "the kernel goes on", 20)
     wait_for(lambda: not [path for path in tmp_path.glob("tmp-a/vitkit-*") if path.is_dir()], "a folder is left", 20)
+
+
+def test_a_lost_scheduler_is_told_in_a_line(toy, dask, tmp_path):
+    toy("1_a", parameters=PARAMETERS)
+    address = dask[0]()
+    code = "import pathlib, sys\nfrom vitkit.lab import batch, runner\nroot = pathlib.Path(sys.argv[1])\n"
+    code += "jobs = batch.make_jobs([], [], [], '', root / 'notebooks')\n"
+    code += "sys.exit(runner.run(jobs, root, scheduler=sys.argv[2]))"
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path), address], env=env, **pipes) as process:
+        assert process.stdout.readline() == "no worker is there: waiting for one\n"
+        dask[2][0].kill()
+        said = process.stdout.read().splitlines()
+    assert process.returncode == 1 and said[0].startswith("stopped: the ") and len(said) == 5
 
 
 def test_the_code_that_travels_is_the_code_here(tmp_path):

@@ -7,6 +7,7 @@ that nothing is lost or counted twice. docs/cluster.md shows how to start a clus
 
 import io
 import json
+import logging
 import secrets
 import time
 import zipfile
@@ -34,6 +35,8 @@ def connect(address: str):
     except ModuleNotFoundError as error:
         raise ValueError(f"--scheduler: {error.name} is not installed; pip install distributed") from None
     cloudpickle.register_pickle_by_value(cluster_task)  # whatever vitkit is installed there
+    for name in ("distributed", "distributed.client", "tornado.application"):  # a lost connection is told in our line
+        logging.getLogger(name).setLevel(logging.CRITICAL + 1)
     try:
         client = Client(address, timeout=10, set_as_default=False)
     except (OSError, ValueError) as error:

@@ -55,7 +55,7 @@ def run(jobs: list[Job], root: Path, *, stop: bool = False, scheduler: str = "",
             return INTERRUPTED
         except states.Stopped as error:
             print(f"stopped: {error}; {states.finished(batch.state)}", flush=True)
-            batch.leave("failed")
+            batch.leave("interrupted")
         return 0 if batch.complete() else 1
 
 
