@@ -64,12 +64,12 @@ def test_a_killed_kernel_then_stop_then_resume(toy, tmp_path, capsys):
     dead = toy("1_dead", BEGIN.format(stem="1_dead"), kill, parameters=OUT)
     good = toy("2_good", BEGIN.format(stem="2_good"), parameters=OUT)
     assert run(tmp_path, dead, good, stop=True) == 1
-    said, state = capsys.readouterr().out, state_of(tmp_path)
+    (said, errors), state = capsys.readouterr(), state_of(tmp_path)
     assert list(state["failed"]) == ["1_dead"] and not state["finished"] and state["status"] == "failed"
     assert state["failed"]["1_dead"].startswith("DeadKernelError: the kernel died of SIGKILL (killed by someone,")
     assert "1 rows measured before it are kept in" in state["failed"]["1_dead"]
-    assert said.count("failed: DeadKernelError") == 1 and said.count("failed: 1_dead: DeadKernelError") == 1
-    assert [line.split()[:2] for line in said.splitlines()[-3:-1]] == [["1_dead", "failed"], ["2_good", "not"]]
+    assert errors == f"vitkit run: 1_dead failed: {state['failed']['1_dead']}\n"
+    assert [line.split()[:2] for line in said.splitlines()[-2:]] == [["1_dead", "failed"], ["2_good", "not"]]
     assert len(rows_of(tmp_path / "out", "1_dead")) == 1
 
     toy("1_dead", BEGIN.format(stem="1_dead"), parameters=OUT)  # mended
@@ -100,10 +100,11 @@ def test_a_full_disk_under_the_results(toy, mounted, tmp_path, capsys):
     good = toy("2_good", BEGIN.format(stem="2_good"), parameters=OUT)
     jobs = [Job("1_full", full, {"out": str(out)}), Job("2_good", good, {"out": str(tmp_path / "out")})]
     assert runner.run(jobs, tmp_path) == 1
-    said, state = capsys.readouterr().out, state_of(tmp_path)
+    errors, state = capsys.readouterr().err, state_of(tmp_path)
     assert "o space left" in state["failed"]["1_full"] and "\n" not in state["failed"]["1_full"]
     assert "1 rows measured before it are kept in" in state["failed"]["1_full"]
-    assert list(state["finished"]) == ["2_good"] and "failed: 1_full: cell [" in said
+    assert list(state["finished"]) == ["2_good"] and errors.startswith("vitkit run: 1_full failed: cell [")
+    assert errors.count("\n") == 1
     assert len(rows_of(out, "1_full")) == 1 and len(rows_of(tmp_path / "out", "2_good")) == 1
 
 
@@ -116,8 +117,8 @@ def test_a_full_disk_under_the_state(toy, mounted, tmp_path, capsys):
         paths.append(Path(shutil.copy(toy(stem, *cells, parameters=OUT), root / "notebooks")))
     jobs = [Job(path.stem, path, {"out": str(tmp_path / "out")}) for path in paths]
     assert runner.run(jobs, root) == 1
-    said = capsys.readouterr().out
-    (line,) = [line for line in said.splitlines() if line.startswith("stopped: ")]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("vitkit run: stopped: cannot write ")
     assert "state.json: No space left on device" in line and "finished: 1_a (1 rows" in line
     assert state_of(root)["finished"].keys() == {"1_a"} and not list(root.glob("runs/*/state.json.new"))
     assert [len(rows_of(tmp_path / "out", stem)) for stem in ("1_a", "2_fills")] == [1, 1]

@@ -165,11 +165,11 @@ def test_a_failure_there_and_an_interrupt_here(toy, dask, tmp_path, capsys):
     jobs = batch.make_jobs([], [("out", str(out)), ("device", "cpu")], [], "", tmp_path / "notebooks")
     assert runner.run(jobs, tmp_path, scheduler=address) == runner.INTERRUPTED
     thread.join()
-    said = capsys.readouterr().out
+    errors = capsys.readouterr().err
     state = json.loads(max(tmp_path.glob("runs/*/state.json")).read_text())
     assert state["status"] == "interrupted" and state["running"] == "2_hangs" and not state["finished"]
     assert "KeyError: 'gone'; 1 rows measured before it are kept in" in state["failed"]["1_fails"]
-    assert len(measured(out)[0]) == 1 and "interrupted at 2_hangs; finished: none" in said
+    assert len(measured(out)[0]) == 1 and errors.endswith("run: interrupted at 2_hangs; finished: none\n")
     wait_for(lambda: not Path(f"/proc/{pid.read_text()}").exists(), "the kernel goes on", 20)
     wait_for(lambda: not [path for path in tmp_path.glob("tmp-a/vitkit-*") if path.is_dir()], "a folder is left", 20)
 
@@ -180,13 +180,13 @@ def test_a_lost_scheduler_is_told_in_a_line(toy, dask, tmp_path):
     code = "import pathlib, sys\nfrom vitkit.lab import batch, runner\nroot = pathlib.Path(sys.argv[1])\n"
     code += "jobs = batch.make_jobs([], [], [], '', root / 'notebooks')\n"
     code += "sys.exit(runner.run(jobs, root, scheduler=sys.argv[2]))"
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path), address], env=env, **pipes) as process:
         assert process.stdout.readline() == "no worker is there: waiting for one\n"
         dask[2][0].kill()
-        said = process.stdout.read().splitlines()
-    assert process.returncode == 1 and said[0].startswith("stopped: the ") and len(said) == 5
+        _, errors = process.communicate()
+    assert process.returncode == 1 and errors.startswith("vitkit run: stopped: the ") and errors.count("\n") == 1
 
 
 def test_the_code_that_travels_is_the_code_here(tmp_path):

@@ -5,6 +5,7 @@ of a new run stand in its data/results/<device>/<notebook>.csv; or new figures, 
 nothing, such as the tour.
 """
 
+import logging
 import os
 import signal
 import sys
@@ -58,14 +59,14 @@ def execute(path: Path, values: dict, output: Path) -> None:
     # The kernel imports the library that this process runs, wherever another one may be installed.
     here = str(Path(__file__).resolve().parents[2])
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
-    bar = {"desc": path.stem, "mininterval": 0.1 if sys.stderr.isatty() else 10.0}
+    logging.getLogger("papermill").setLevel(logging.CRITICAL)  # what goes wrong is told in a line, by the runner
     papermill.execute_notebook(
         str(path),
         str(output),
         parameters=values,
         kernel_name="python3",
         kernel_manager_class=_kernel_manager(),
-        progress_bar=bar,
+        progress_bar={"desc": path.stem} if sys.stderr.isatty() else False,
         log_output=False,
         cwd=str(path.parent),  # as in JupyterLab
     )

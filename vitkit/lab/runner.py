@@ -1,13 +1,14 @@
 """Executes a batch, one notebook after another or on a Dask cluster, and keeps on disk what has finished.
 
 Executed notebooks and `state.json` lie in runs/<utc>/; the rows, environments and figures lie where the notebooks
-write them, each row on the disk as soon as it is measured.
+write them, each row on the disk as soon as it is measured. Standard output tells what goes on; whatever went wrong is
+one line on stderr at the end.
 """
 
 import signal
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from vitkit.lab import execute, states
@@ -50,12 +51,10 @@ def run(jobs: list[Job], root: Path, *, stop: bool = False, scheduler: str = "",
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_IGN)  # what is left takes no time; restored on the way out
             execute.kill_kernels()
-            print(f"\ninterrupted{states.at(batch.state)}; {states.finished(batch.state)}", flush=True)
-            batch.leave("interrupted")
+            batch.leave(f"interrupted{states.at(batch.state)}")
             return INTERRUPTED
         except states.Stopped as error:
-            print(f"stopped: {error}; {states.finished(batch.state)}", flush=True)
-            batch.leave("interrupted")
+            batch.leave(f"stopped: {error}")
         return 0 if batch.complete() else 1
 
 
@@ -103,20 +102,22 @@ class Batch:
         print("rows, environments and figures")
         for path in dict.fromkeys(path for _, _, written in self.done for path in written):
             print(f"  {self.short(path)}")
-        print("\n" + summary(self.state))
-        for key, why in self.state["failed"].items():
-            print(f"failed: {key}: {why}", flush=True)
-        sys.stdout.flush()
+        print("\n" + summary(self.state), flush=True)
+        self._tell()
 
-    def leave(self, status: str) -> None:
-        """The end of a batch that stopped on the way; a full disk is no reason for a traceback."""
-        try:
-            self.note(status=status)
-        except states.Stopped as error:
-            print(error)
-        print(summary(self.state))
+    def leave(self, why: str) -> None:
+        """The end of a batch that stopped on the way."""
+        with suppress(states.Stopped):  # a state left at "running" reads as interrupted too
+            self.note(status="interrupted")
+        print("\n" + summary(self.state))
         print(f"state and executed notebooks: {self.short(self.folder)}/")
         print(f"  python -m vitkit run --resume {self.state['utc']} runs what is missing", flush=True)
+        self._tell(f"{why}; {states.finished(self.state)}")
+
+    def _tell(self, *lines: str) -> None:
+        failed = (f"{key} failed: {why}" for key, why in self.state["failed"].items())
+        for line in (*failed, *lines):
+            print(f"vitkit run: {line}", file=sys.stderr, flush=True)
 
     def _end(self, job: Job, state: str, what) -> None:
         self.state[state][job.key] = what
