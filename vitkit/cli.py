@@ -7,6 +7,7 @@ What cannot be done is refused in one line on stderr with exit status 2, before 
 import argparse
 import sys
 from importlib import import_module
+from inspect import getdoc
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -57,7 +58,7 @@ def run(argv: list[str]) -> int:
     A value goes to the notebooks that know its name; a name that none knows and a value of another type are refused
     before anything runs. Exit status: 0 all finished, 1 a notebook failed, 2 refused, 130 interrupted.
     """
-    parser = Parser(prog="vitkit run", description=run.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(prog="vitkit run", description=getdoc(run), formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="notebook", help="its name, number, or a part of it; none: all")
     parser.add_argument(
         "-p", dest="given", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"),

@@ -103,7 +103,8 @@ class Batch:
         for path in dict.fromkeys(path for _, _, written in self.done for path in written):
             print(f"  {self.short(path)}")
         print("\n" + summary(self.state), flush=True)
-        self._tell()
+        for key, why in self.state["failed"].items():
+            _tell(f"{key} failed: {why}")
 
     def leave(self, why: str) -> None:
         """The end of a batch that stopped on the way."""
@@ -112,12 +113,7 @@ class Batch:
         print("\n" + summary(self.state))
         print(f"state and executed notebooks: {self.short(self.folder)}/")
         print(f"  python -m vitkit run --resume {self.state['utc']} runs what is missing", flush=True)
-        self._tell(f"{why}; {states.finished(self.state)}")
-
-    def _tell(self, *lines: str) -> None:
-        failed = (f"{key} failed: {why}" for key, why in self.state["failed"].items())
-        for line in (*failed, *lines):
-            print(f"vitkit run: {line}", file=sys.stderr, flush=True)
+        _tell(f"{why}; {states.finished(self.state)}")
 
     def _end(self, job: Job, state: str, what) -> None:
         self.state[state][job.key] = what
@@ -138,6 +134,10 @@ def summary(state: dict) -> str:
     sides = (str.ljust, str.ljust, str.rjust, str.rjust)
     texts = ["  ".join([*(side(x, n) for side, x, n in zip(sides, line, widths)), line[4]]) for line in lines]
     return "\n".join(texts)
+
+
+def _tell(line: str) -> None:
+    print(f"vitkit run: {line}", file=sys.stderr, flush=True)
 
 
 def _one_after_another(batch: Batch, stop: bool) -> None:
