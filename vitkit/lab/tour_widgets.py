@@ -25,7 +25,7 @@ class Explorer:
         import ipywidgets
 
         self.draw, self.photo, self._holds = draw, photo, False
-        make = partial(ipywidgets.IntSlider, style={"description_width": "140px"}, layout={"width": "290px"})
+        make = partial(ipywidgets.IntSlider, style={"description_width": "150px"}, layout={"width": "310px"})
         self.sliders = {
             name: make(
                 values[name], int(name not in ("window", "patch")), MOST.get(name, values[name]), description=label
