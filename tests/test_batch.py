@@ -185,13 +185,3 @@ def test_rows_are_merged_once(tmp_path):
     with pytest.raises(ValueError, match="another layout"):
         merge.add_runs(csv, b"other,header\n1,2\n")
     assert csv.read_bytes() == before
-
-
-def test_rows_appended_while_merging_are_kept(tmp_path, monkeypatch):
-    """A run on this machine has the file open, and its row comes when the new file is already in place."""
-    csv = tmp_path / "1_a-counts.csv"
-    csv.write_text(f"{HEADER}\nhere,u,e,h,d,c,v,m,1,\n")
-    waiting = open(csv, "a")  # noqa: SIM115
-    monkeypatch.setattr("time.sleep", lambda seconds: waiting.write("here,u,e,h,d,c,v,m,2,\n") and waiting.close())
-    merge.add_runs(csv, f"{HEADER}\nthere,u,e,h,d,c,v,m,1,\n".encode())
-    assert [line[:5] for line in csv.read_text().splitlines()[1:]] == ["here,", "there", "here,"]

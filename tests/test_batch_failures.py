@@ -165,3 +165,7 @@ def test_refused_with_a_line(toy, tmp_path, status):
     assert status("--scheduler", "tcp://127.0.0.1:1")[0] == 2
     assert status("-p", "device", "cuda:77")[1].startswith("vitkit run: device='cuda:77': ")
     assert "threads='x': an integer is allowed" in status("--sweep", "threads=1,x")[1]
+    path = toy("2_b")
+    path.write_text(path.read_text().replace('"parameters"', '"other"'))
+    number, said = status()
+    assert number == 2 and said.startswith("vitkit run: 2_b.ipynb has no cell tagged parameters: ")

@@ -1,13 +1,11 @@
 """Puts what a run wrote on another machine where a run on this one would have put it, by device.
 
-A CSV gets the rows of the runs that it does not hold yet, written beside it and renamed: a reader, or a crash, meets
-the old file or the new one, and what arrives twice counts once.
+A CSV gets the rows of the runs that it does not hold yet, so that what arrives twice counts once.
 """
 
-import fcntl
+import csv
 import io
 import os
-import time
 import zipfile
 from pathlib import Path
 
@@ -24,48 +22,36 @@ def bring_home(packed: bytes, notebook: str, out: Path, executed: Path) -> tuple
     files = {Path(name): archive.read(name) for name in archive.namelist()}
     if Path("executed.ipynb") in files:
         write(executed, files.pop(Path("executed.ipynb")))
-    csv, rows, drawn, written = out / "data" / "results" / f"{notebook}.csv", [], True, []
+    table, rows, drawn, written = out / "data" / "results" / f"{notebook}.csv", [], True, []
     for path, content in sorted(files.items(), key=lambda file: file[0].parts[1] == "figures"):  # these last
         path = out / path.relative_to("out")
         if path.suffix == ".csv":
-            if not content:  # a full disk over there
+            if b"\n" not in content:  # a full disk over there
                 continue
             ids = add_runs(path, content)
             if path.stem == notebook:
                 df = read_rows(path)
-                csv, rows, drawn = path, df[df.run_id.isin(ids)].to_dict("records"), set(newest(df).run_id) <= ids
+                table, rows, drawn = path, df[df.run_id.isin(ids)].to_dict("records"), set(newest(df).run_id) <= ids
         elif path.is_relative_to(out / "figures") and not drawn:
             continue  # those here are of a newer run
         elif not (path.is_relative_to(out / "data" / "env") and path.exists()):
             write(path, content)
         written.append(path)
-    return csv, rows, written
+    return table, rows, written
 
 
 def add_runs(path: Path, incoming: bytes) -> set[str]:
-    """Adds the rows of the runs that `path` lacks; returns the ids of all incoming ones."""
-    header, *lines = incoming.decode().split("\n")[:-1]  # what follows the last line break was being written
-    ids = {line.partition(",")[0] for line in lines}
-    if not path.exists():
-        write(path, "\n".join([header, *lines, ""]).encode())
-        return ids
-    with _locked(path) as file:
-        before = file.read()
-        if before and before.split(b"\n")[0].decode(errors="replace") != header:
-            raise ValueError(f"{path}: another layout than the rows that came for it; move the file away")
-        if before and not before.endswith(b"\n"):
-            before += b"\n"  # a crash tore that line: leave it alone
-        known = {line.partition(b",")[0].decode(errors="replace") for line in before.split(b"\n")}
-        new = [line for line in lines if line.partition(",")[0] not in known]
-        write(path, before + "\n".join([*([] if before else [header]), *new, ""]).encode())
-        fcntl.flock(file, fcntl.LOCK_UN)
-        time.sleep(0.1)  # a run on this machine may have waited to append to the file that is now the old one
-        fcntl.flock(file, fcntl.LOCK_EX)
-        late = file.read()
-    if late:
-        with _locked(path) as file:
-            write(path, file.read() + late)
-    return ids
+    """Appends the rows of the runs that `path` lacks, as a run here would; returns the ids of all incoming ones."""
+    from vitkit.lab.rows import append_lines, check_header
+
+    whole = incoming[: incoming.rfind(b"\n") + 1].decode()  # what follows the last line break was being written
+    columns, *rows = csv.reader(io.StringIO(whole))
+    check_header(path, columns)
+    lines = path.read_bytes().split(b"\n") if path.exists() else []
+    known = {line.partition(b",")[0].decode(errors="replace") for line in lines}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    append_lines(path, columns, [row for row in rows if row[0] not in known])
+    return {row[0] for row in rows}
 
 
 def write(path: Path, content: bytes) -> None:
@@ -81,13 +67,3 @@ def write(path: Path, content: bytes) -> None:
     except OSError:
         part.unlink(missing_ok=True)
         raise
-
-
-def _locked(path: Path):
-    """The file at `path`, open and locked as `rows.append_lines` locks it, and still the one of that name."""
-    while True:
-        file = open(path, "rb")  # noqa: SIM115
-        fcntl.flock(file, fcntl.LOCK_EX)
-        if os.fstat(file.fileno()).st_ino == path.stat().st_ino:
-            return file
-        file.close()
