@@ -59,7 +59,7 @@ def state_of(root):
     return json.loads(max(root.glob("runs/*/state.json")).read_text())
 
 
-def test_a_killed_kernel_then_stop_then_resume(toy, tmp_path, capsys):
+def test_a_killed_kernel_then_stop_then_resume(toy, tmp_path, capsys, caplog):
     kill = "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)"
     dead = toy("1_dead", BEGIN.format(stem="1_dead"), kill, parameters=OUT)
     good = toy("2_good", BEGIN.format(stem="2_good"), parameters=OUT)
@@ -69,6 +69,7 @@ def test_a_killed_kernel_then_stop_then_resume(toy, tmp_path, capsys):
     assert state["failed"]["1_dead"].startswith("DeadKernelError: the kernel died of SIGKILL (killed by someone,")
     assert "1 rows measured before it are kept in" in state["failed"]["1_dead"]
     assert errors == f"vitkit run: 1_dead failed: {state['failed']['1_dead']}\n"
+    assert not [said for said in caplog.messages if "Kernel died" in said]  # which would be another line on stderr
     assert [line.split()[:2] for line in said.splitlines()[-2:]] == [["1_dead", "failed"], ["2_good", "not"]]
     assert len(rows_of(tmp_path / "out", "1_dead")) == 1
 
