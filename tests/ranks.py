@@ -30,12 +30,14 @@ def alone(tower, pixels, grid):
         return tower(pixels, grid_thw=torch.tensor(grid)).pooler_output
 
 
-def run(world, function, *args, folder, backend="gloo", group_timeout=60, limit=240) -> list:
+def run(world, function, *args, folder, backend="gloo", group_timeout=60, limit=240, start="forkserver") -> list:
     """What `function(rank, *args)` returned on every rank, an `Ended` where a process ended without an answer, or the
-    exception that it raised. TimeoutError if one is still there after `limit` seconds; it is killed.
+    exception that it raised. TimeoutError if one is still there after `limit` seconds; it is killed. start="spawn" for
+    ranks on GPUs: an import that asks for the number of GPUs bars forks of that process from using them.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context = multiprocessing.get_context(start)
+    if start == "forkserver":
+        context.set_forkserver_preload(PRELOAD)
     meeting = Path(folder) / f"meeting-{time.monotonic_ns()}"
     ranks = []
     for rank in range(world):
@@ -56,7 +58,7 @@ def run(world, function, *args, folder, backend="gloo", group_timeout=60, limit=
                 process.join(10)
                 answers.append(Ended(process.exitcode))
         for process, _ in ranks:
-            process.join(max(1, min(20, deadline - time.monotonic())))
+            process.join(max(1, min(60, deadline - time.monotonic())))
             if process.is_alive():
                 raise TimeoutError("a rank has answered and does not end")
         return answers

@@ -199,7 +199,12 @@ def test_sections_of_a_cpu_and_of_a_gpu():
     tiny, threads = cases.SIZES["tiny"], torch.get_num_threads()
     seen = [(c.params["threads"], c.dtype, torch.get_num_threads()) for c in sections.thread_cases(tiny, CPU, 2, 80)]
     assert [x[:2] for x in seen][:2] == [(1, "bfloat16"), (1, "float32")] and all(x[0] == x[2] for x in seen)
-    assert torch.get_num_threads() == threads
+    assert torch.get_num_threads() == threads and len(sections.thread_cases(tiny, CPU, 2, 80)) == len(seen)
+    assert len(sections.forward_cases(tiny, CPU, "bfloat16", 2, [80, 72], 1)) == 1
+    assert "needs a GPU" in sections.missing("cpu", "all", "limit", "GPU")
+    assert "needs a CPU" in sections.missing("cuda", "all", "limit", "CPU")
+    assert "part='forward'" in sections.missing("cpu", "forward", "limit", "CPU")
+    assert "no rows" in sections.missing("cpu", "all", "limit", "CPU")
     assert not list(sections.limit_cases(tiny, CPU, "bfloat16", 2, 1))
     assert not list(sections.tries_cases(tiny, CPU, "bfloat16", 2, 1))
     assert [c.params["D"] for c in sections.forward_cases(tiny, CPU, "bfloat16", 2, [80, 72], 1)] == [80]

@@ -45,9 +45,18 @@ def execute(notebook, out, monkeypatch, **parameters):
     return nbformat.read(target, as_version=4)
 
 
+def silent(executed) -> list[str]:
+    """The cells that show nothing though they come after the imports and do more than to prepare the next cell."""
+    code = [cell for cell in executed.cells if cell.cell_type == "code"]
+    first = next(i for i, cell in enumerate(code) if cell.source.startswith("run = "))
+    prepares = re.compile(r"rows = run\.frame|last = workload")
+    return [cell.source for cell in code[first:] if not cell.outputs and not prepares.match(cell.source)]
+
+
 @pytest.mark.parametrize("notebook", MEASURED, ids=lambda path: path.stem)
 def test_a_notebook_writes_its_rows_and_figures(notebook, tmp_path, monkeypatch):
-    executed = execute(notebook, tmp_path, monkeypatch)
+    own = {"grids": [[1, 4, 6]]} if notebook.stem.startswith("4_") else {}
+    executed = execute(notebook, tmp_path, monkeypatch, **own)
     ops, n_figures, n_tables = EXPECTED[notebook.stem]
     (csv,) = tmp_path.glob(f"data/results/cpu-*/{notebook.stem}.csv")
     rows = read_rows(csv)
@@ -77,8 +86,10 @@ def test_a_notebook_writes_its_rows_and_figures(notebook, tmp_path, monkeypatch)
             assert any(rows.run_id[0] in text for text in texts)
         elif path.stem.endswith("-speedup"):
             assert "speedup over transformers (times), e2e clock" in texts
+            assert ("given" in texts) == bool(own)
     shown = [o for c in executed.cells if c.cell_type == "code" for o in c.outputs if "image/png" in o.get("data", {})]
     assert len(shown) == n_figures  # each once, in the notebook too
+    assert silent(executed) == []
     said = "".join(o.get("text", "") for c in executed.cells if c.cell_type == "code" for o in c.outputs)
     assert f"wrote {csv.resolve()}" in said
 

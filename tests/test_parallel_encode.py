@@ -11,6 +11,8 @@ pytest.importorskip("transformers")
 import ranks
 import tower_models
 from ranks import CLIP, alone, pixels_of
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import vitkit.parallel
 from vitkit import Geometry
@@ -114,10 +116,8 @@ def test_without_a_process_group():
 
 
 def moved(rank, world, kind):
-    """(rows that the tower got, bytes of this rank's upload, bytes sent or received by broadcasts, by all_gather).
-
-    Every row that is another rank's is NaN here, so nothing of it can have been used.
-    """
+    """(rows of its own, rows of the pixels that any operator read, bytes of all features, bytes sent or received by
+    broadcasts and by all_gather). What an upload takes is read by it; and every row of another rank is NaN here."""
     tower = tower_models.make(kind, depth=1)
     pixels, geometry = pixels_of(MIXED, tower), Geometry.from_config(tower.config)
     exact = alone(tower, pixels, MIXED)
@@ -128,11 +128,16 @@ def moved(rank, world, kind):
         own[start:stop] = True
     pixels[~own] = float("nan")
 
-    counts = {"rows": 0, "upload": 0, "broadcast": 0, "all_gather": 0}
+    counts, read = {"broadcast": 0, "all_gather": 0}, torch.zeros_like(own)
 
-    def see(module, args):
-        counts["rows"] += len(args[0])
-        counts["upload"] += args[0].numel() * args[0].element_size()
+    class Reads(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            for x in tree_leaves([args, kwargs]) if not _lies_in(pixels, out) else ():  # a view reads nothing
+                if _lies_in(pixels, x):
+                    first = x.storage_offset() // pixels.shape[1]
+                    read[first : first + x.numel() // pixels.shape[1]] = True
+            return out
 
     def broadcast(tensor, **options):
         counts["broadcast"] += tensor.numel() * tensor.element_size()
@@ -143,12 +148,16 @@ def moved(rank, world, kind):
         return theirs[1](tensors, tensor, **options)
 
     theirs = dist.broadcast, dist.all_gather
-    tower.patch_embed.register_forward_pre_hook(see)
     exchange.dist.broadcast, exchange.dist.all_gather = broadcast, all_gather
-    features = encode(tower, pixels, MIXED)
+    with Reads():
+        features = encode(tower, pixels, MIXED)
     exchange.dist.broadcast, exchange.dist.all_gather = theirs
     assert (features - exact).norm() <= 1e-6 * exact.norm()
-    return int(own.sum()), pixels[0].numel() * pixels.element_size(), exact.numel() * exact.element_size(), counts
+    return own.tolist(), read.tolist(), exact.numel() * exact.element_size(), counts
+
+
+def _lies_in(whole, x):
+    return isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
 
 
 @pytest.mark.parametrize("kind", tower_models.KINDS)
@@ -157,10 +166,9 @@ def test_a_rank_uploads_its_own_rows_and_the_gather_moves_no_padding(kind, tmp_p
     for answer in answers:
         if isinstance(answer, Exception):
             raise answer
-        own, row_bytes, features, counts = answer
-        assert counts["rows"] == own and counts["upload"] == own * row_bytes
-        assert counts["broadcast"] == features and counts["all_gather"] == 4 * exchange.MESSAGE
-    assert sum(own for own, *_ in answers) == sum(t * h * w for t, h, w in MIXED)
+        own, read, features, counts = answer
+        assert read == own and counts == {"broadcast": features, "all_gather": 4 * exchange.MESSAGE}
+    assert [sum(row) for row in zip(*(own for own, *_ in answers))] == [1] * sum(t * h * w for t, h, w in MIXED)
 
 
 def test_a_share_joins_rows_and_keeps_the_order():
@@ -208,7 +216,7 @@ def test_on_gpus(backend, kind, tmp_path):
     if backend == "nccl" and gpus < 2:
         pytest.skip(f"NCCL takes a GPU for each rank: 2 are needed, {gpus} is here")
     world = min(4, gpus) if backend == "nccl" else 2
-    for answer in ranks.run(world, on_gpus, backend, kind, folder=tmp_path, backend=backend):
+    for answer in ranks.run(world, on_gpus, backend, kind, folder=tmp_path, backend=backend, start="spawn"):
         if isinstance(answer, Exception):
             raise answer
         error, uploaded, own, device = answer

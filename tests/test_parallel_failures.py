@@ -33,6 +33,7 @@ def fails_once(rank, bad, how):
         else:
             arguments = {
                 "pixels": [tower, pixels[1:], grid],
+                "integers": [tower, pixels.long(), grid],
                 "rows": [tower, pixels, [[1, 3, 4]]],
                 "tower": [tower.blocks[0], pixels, grid],
                 "grids": [tower, pixels, [[1, 4, 6], *grid[1:]]],  # as many patches
@@ -50,6 +51,7 @@ def fails_once(rank, bad, how):
 CAUSES = {
     "forward": "MemoryError: no room: xxx",
     "pixels": "ValueError: pixel_values: (731, 1176), but a tensor (732, 1176)",
+    "integers": "ValueError: pixel_values: torch.int64, but a floating-point",
     "rows": "ValueError: grid_thw[0]=[1, 3, 4]",
     "tower": "ValueError: tower is a transformers.models",
 }

@@ -15,7 +15,7 @@ MS = {1: {"one_process": 80, "frames": 82}, 2: {"frames": 44, "whole_images": 60
 
 def rows():
     found = []
-    for tokens, case in ((1000, "small"), (4000, "large")):
+    for tokens, case in ((500, "small"), (2000, "large")):
         for ranks, ways in MS.items():
             for impl, ms in ways.items():
                 params = json.dumps({"tower": "qwen2_vl", "workload": "equal images", "ranks": ranks, "threads": 1})
@@ -56,15 +56,19 @@ def test_phases_and_what_moves():
         and moved["largest load over the mean"].tolist() == [1.5] * 2
     )
     fig = parallel_plots.phases(phases)
-    assert [text.get_text() for text in fig.axes[0].texts] == ["20.0%"] * 2
+    assert [text.get_text() for text in fig.axes[0].texts] == ["20.0%", "20.0%", "wait\n+ gather"]
+    assert [t.get_text() for t in fig.axes[0].get_yticklabels()] == ["qwen2_vl, small:  frames", "whole_images"]
+    assert fig.axes[0].get_xlabel().endswith("(of 2)")
 
 
 def test_figures_of_time_and_efficiency():
     table = parallel_tables.scaling(rows())
     (ax,) = parallel_plots.time(table).axes
-    assert ax.get_title(loc="left") == "qwen2_vl, equal images"
+    assert ax.get_title(loc="left") == "equal images" and ax.get_ylabel().startswith("qwen2_vl\n")
     assert [line.get_label() for line in ax.lines] == ["1 rank", "2 ranks", "one_process"]
-    assert list(ax.lines[1].get_ydata()) == [44, 176]
+    assert [text.get_text() for text in ax.texts] == ["1 rank", "2 ranks", "one_process"]
+    assert [t.get_text() for t in ax.get_xticklabels()] == ["500", "2k"] and not ax.figure.legends
+    assert list(ax.lines[1].get_ydata()) == [22, 88]
     (ax,) = parallel_plots.efficiency(table).axes
     ours = next(line for line in ax.lines if line.get_label() == "frames")
     assert list(ours.get_xdata()) == [1, 2] and list(ours.get_ydata()) == pytest.approx([80 / 82, 80 / 88])
@@ -77,6 +81,7 @@ def test_the_picture_of_the_balance_has_a_segment_a_frame():
     fig = parallel_plots.balance(frame)
     assert [len(ax.patches) for ax in fig.axes] == [7, 7]
     assert fig.axes[1].get_title(loc="left") == "clip: whole_images, largest 1.71"
+    assert [[text.get_text() for text in ax.texts] for ax in fig.axes] == [["mean"], ["mean"]]
 
 
 @pytest.mark.parametrize("draw", [parallel_plots.balance, parallel_plots.phases])
@@ -100,6 +105,14 @@ def test_a_launch_that_fails_says_why(monkeypatch):
     monkeypatch.setattr(parallel_launch, "command", lambda *_: [sys.executable, "-c", "raise SystemError('no room')"])
     with pytest.raises(RuntimeError, match="2 ranks ended with status 1 after 0 lines: .*SystemError: no room"):
         parallel_launch.lines(2, device="cpu", size="tiny")
+
+
+@pytest.mark.parametrize("out", ["nowhere/lines.jsonl", "."])
+def test_an_output_that_cannot_be_a_file_is_refused_before_anything_starts(out, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(parallel_launch, "command", lambda *_: pytest.fail("started"))
+    with pytest.raises(ValueError, match=f"out='{out}': a file is allowed"):
+        parallel_launch.run(2, device="cpu", size="tiny", out=out)
 
 
 def test_one_gpu_has_one_rank_and_is_validated_on_the_cpu(monkeypatch, tmp_path, capsys):

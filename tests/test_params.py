@@ -87,6 +87,19 @@ def test_refused_in_one_line(folder, name, text, said):
     assert all(part in str(refusal.value) for part in said) and "\n" not in str(refusal.value)
 
 
+def test_a_name_or_value_that_is_no_text_is_refused_like_any_other(folder):
+    for names, given, said in (
+        ([7], [], "no notebook '7'"),
+        (["2"], [(5, "x")], "no parameter 5"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            params.make_plan(names, given, folder)
+    for value in (5, None, ["tiny"]):
+        with pytest.raises(ValueError, match="size=.*one of auto, tiny, cpu, gpu is allowed"):
+            params.check_value("size", value, {"default": "auto", "help": ""})
+    assert [path.stem for path in params.select([2], folder)] == ["2_second"]
+
+
 def test_choices_stand_in_the_help(toy):
     path = toy("1_a", parameters='dtype: str = "bfloat16"  # one of float32, bfloat16; of q and k')
     assert params.make_plan([], [("dtype", "float32")], path.parent)[0][1] == {"dtype": "float32"}

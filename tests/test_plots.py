@@ -9,7 +9,7 @@ from vitkit.indices import window_index
 from vitkit.lab import plots
 
 CASES = ("1x8x8", 16), ("1x36x36", 324), ("10x36x36", 3240)
-COST = {"reference": 3.0, "numba": 0.2, "triton": 0.1, "copy": 0.05, "empty_launch": 0.01, "mine": 1.0}
+COST = {"yours": 0.9, "reference": 3.0, "numba": 0.2, "triton": 0.1, "copy": 0.05, "empty_launch": 0.01, "mine": 1.0}
 
 
 def frame(impls=("reference", "numba", "mine", "copy", "empty_launch"), **changed):
@@ -58,7 +58,7 @@ def test_latency_has_a_line_an_implementation_units_and_limits():
     assert "run r1" in fig.get_supxlabel() and "env e1" in fig.get_supxlabel() and "n=20" in fig.get_supxlabel()
     fig.draw_without_rendering()
     assert [t.get_text() for t in ax.get_xticklabels()] == "16 32 64 128 256 512 1k 2k 4k".split()
-    assert ax.get_legend() is not None
+    assert ax.get_legend() is None and sorted(text.get_text() for text in ax.texts) == labelled(ax)
 
 
 def test_no_text_below_nine_points():
@@ -141,7 +141,7 @@ def test_speedup_names_its_baseline_and_labels_bars():
         "1x36x36\n(982 µs)",
         "10x36x36\n(9.73 ms)",
     ]
-    assert f"{9730 / 658:.2f}×" in [text.get_text() for text in ax.texts]
+    assert f"{9730 / 658:.2f}× numba" in [text.get_text() for text in ax.texts]
     with pytest.raises(ValueError, match="baseline='absent'.*numba"):
         plots.speedup(frame(), "absent")
 
@@ -153,10 +153,10 @@ def test_shares_are_grouped_by_head_size_and_labelled():
     fig = plots.shares(df, title="a title")
     (ax,) = fig.axes
     assert [bars.get_label() for bars in ax.containers] == ["triton", "mine"]
-    assert [[bar.get_height() for bar in bars] for bars in ax.containers] == [[0.9, 0.95], [1.02]]
-    assert [t.get_text() for t in ax.get_xticklabels()] == ["72", "80"] and ax.get_ylim()[1] > 1.02
+    assert [[bar.get_width() for bar in bars] for bars in ax.containers] == [[0.9, 0.95], [1.02]]
+    assert [t.get_text() for t in ax.get_yticklabels()] == ["72", "80"] and ax.get_xlim()[1] > 1.02
     said = [text.get_text() for text in texts(fig)]
-    assert {"0.90", "0.95", "1.02", "copy (limit)", "a title"} <= set(said)
+    assert {"90.0%", "95.0%", "102.0%", "copy (limit)", "a title"} <= set(said) and said.count("triton") == 2
     assert min(text.get_fontsize() for text in texts(fig)) >= 9
     with pytest.raises(ValueError, match="no row"):
         plots.shares(df.iloc[:0])
@@ -164,14 +164,45 @@ def test_shares_are_grouped_by_head_size_and_labelled():
         plots.shares(pd.concat([df, df]))
 
 
-def test_accuracy_draws_a_marker_for_every_implementation():
-    df = pd.DataFrame([dict(dtype="float32", D=d, impl=i, share=0.5) for d in (64, 80) for i in plots.STYLES])
-    (ax,) = plots.accuracy(df).axes
-    assert labelled(ax) == sorted([*plots.STYLES, "allowed"])
-    for impl in plots.STYLES:
-        line = drawn(ax, impl)
-        assert line.get_linestyle() == "None" and line.get_marker() == plots.STYLES[impl][1]
-        assert list(line.get_ydata()) == [0.5, 0.5] and max(abs(line.get_xdata() - [0, 1])) < 0.5
+def test_accuracy_has_a_row_an_implementation_and_no_mark_on_another():
+    rows = [
+        dict(dtype=t, D=d, impl=i, share=0.5) for t in ("float32", "float16") for d in (64, 80) for i in plots.STYLES
+    ]
+    fig = plots.accuracy(pd.DataFrame(rows))
+    assert [ax.get_title(loc="left") for ax in fig.axes] == ["float32", "float16"]
+    assert "D = 64, 80" in fig.get_supxlabel() and [t.get_text() for t in fig.axes[0].texts] == ["allowed"]
+    fig.draw_without_rendering()
+    for ax in fig.axes:
+        assert labelled(ax) == sorted([*plots.STYLES, "allowed"]) and set(drawn(ax, "allowed").get_xdata()) == {1}
+        marks = []
+        for i, impl in enumerate(plots.STYLES):
+            line = drawn(ax, impl)
+            assert line.get_linestyle() == "None" and line.get_marker() == plots.STYLES[impl][1]
+            assert list(line.get_xdata()) == [0.5, 0.5] and max(abs(line.get_ydata() - i)) < 0.5
+            marks += [(y, line.get_markersize()) for _, y in ax.transData.transform(line.get_xydata())]
+        inch = fig.dpi / 72
+        assert all(above - below > size * inch for (above, _), (below, size) in zip(marks, marks[1:]))
+    assert [t.get_text() for t in fig.axes[0].get_yticklabels()] == list(plots.STYLES)
+    with pytest.raises(ValueError, match="no row"):
+        plots.accuracy(pd.DataFrame(columns=["dtype", "D", "impl", "share"]))
+
+
+@pytest.mark.parametrize("gbps, said", [((25.1, 24.9, 25.2), "25 GB/s"), ((20.0, 24.9, 25.2), "20–25 GB/s")])
+def test_the_copys_bandwidth_is_a_range_where_it_is_one(gbps, said):
+    df = frame(("numba", "copy"))
+    df.loc[df["impl"] == "copy", "gbps"] = gbps
+    assert plots.bandwidth(df).axes[0].get_title(loc="left").endswith(f"the copy reaches {said}")
+
+
+def test_names_of_bars_have_room():
+    df = frame(("reference", "numba", "mine"))
+    df["impl"] = df["impl"].replace({"mine": "a_name_of_thirty_characters_12"})
+    df.loc[df["impl"] == "numba", "median_us"] *= 1e-3
+    df.loc[df["impl"].str.startswith("a_name"), "median_us"] *= 1e-3
+    fig = plots.speedup(df, "reference")
+    fig.settle()
+    (ax,) = fig.axes
+    assert max(text.get_window_extent().x1 for text in ax.texts) <= ax.bbox.x1 and ax.get_legend() is None
 
 
 def test_the_section_of_a_row_is_not_in_the_title():

@@ -104,6 +104,16 @@ def test_markdown():
     assert tables.markdown(named).splitlines()[0] == "| row | x |"
 
 
+def test_a_notebook_shows_every_row_and_column_in_a_box_that_scrolls():
+    df = pd.DataFrame([[f"size_cache <{i}>", *range(40)] for i in range(150)], columns=["case|", *map(str, range(40))])
+    shown = tables.show(df.assign(ms=0.163491))._repr_mimebundle_()
+    page = shown["text/html"]
+    assert page.startswith('<div style="overflow-x: auto') and page.count("<tr>") == 151 and page.count("<th") == 43
+    assert page.count("<td") == 150 * 42 and page.count(">0.1635</td>") == 150
+    assert 'style="text-align: left">size_<wbr>cache &lt;149&gt;</td>' in page and "<td>7</td>" in page
+    assert shown["text/markdown"] == shown["text/plain"] == tables.markdown(df.assign(ms=0.163491))
+
+
 def shape(D, **more):
     return json.dumps({"D": D, "threads": 1, **more})
 

@@ -10,7 +10,7 @@ import torch
 
 from .. import indices
 from ..geometry import Geometry
-from . import peers, workloads
+from . import by_hand, peers, workloads
 from .limits import CopyLimit, EmptyLaunch
 from .params import scratch
 from .results import repo_root
@@ -104,6 +104,13 @@ def index_case(op: str, name, grid, geometry, device, *, threads) -> Case:
         n_tokens=tokens(grid),
         bytes=n_bytes,
     )
+
+
+def one_workload(op: str, grid_thw, geometry, device):
+    """`by_hand.table` of one of `rot_pos_ids`, `window_index`, `cu_seqlens` on a grid, with torch's present threads."""
+    by_hand.check_choice("op", op, indices.IMPLEMENTATIONS)
+    grid = by_hand.check_grid(grid_thw, geometry)
+    return by_hand.timed(index_case(op, "by hand", grid, geometry, device, threads=torch.get_num_threads()), device)
 
 
 def _tensors(outputs) -> list:

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import torch
 
+from vitkit.lab.files import write_whole
+
 LIBRARIES = {  # name in the description: distributions that provide it, the first one installed counts
     "torch": ("torch",),
     "triton": ("triton", "pytorch-triton-rocm", "pytorch-triton"),
@@ -95,9 +97,7 @@ def save_env(description: dict, root) -> Path:
     path = Path(root) / "data" / "env" / f"{env_id(description)}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
-        part = path.with_suffix(f".{os.getpid()}.part")
-        part.write_text(json.dumps(description, indent=2, sort_keys=True) + "\n")
-        os.replace(part, path)
+        write_whole(path, (json.dumps(description, indent=2, sort_keys=True) + "\n").encode())
     return path
 
 

@@ -10,7 +10,7 @@ import pandas as pd
 import torch
 
 from ..geometry import Geometry
-from . import cases, traffic, workloads
+from . import by_hand, cases, traffic, workloads
 from .forward_arms import THEIRS, Arms
 from .limits import Matmul
 from .timing import Case
@@ -18,6 +18,7 @@ from .tower import merged, needs
 
 OP = "accelerate"
 MORE_ERROR, FLOAT32_ERROR = 1.02, 1e-5
+CPU_PATCHES, GPU_PATCHES = 2**13, 2**16  # of a workload by hand
 MIXED = [[1, 42, 36], [1, 36, 36], [1, 28, 42], [1, 22, 32], [1, 30, 46], [1, 62, 72], [1, 70, 70]]  # as photos are
 
 
@@ -95,6 +96,14 @@ def forward_case(name, grid, arms: Arms, *, threads, values=None) -> Case:
         n_images=len(grid),
         n_tokens=cases.tokens(grid),
     )
+
+
+def one_workload(grid_thw, arms: Arms):
+    """`by_hand.table` of a forward of random pixels on a grid by every version; ours is `accelerate`."""
+    most = GPU_PATCHES if arms.device.type == "cuda" else CPU_PATCHES
+    grid = by_hand.check_grid(grid_thw, arms.geometry, most)
+    case = forward_case("by hand", grid, arms, threads=torch.get_num_threads())
+    return by_hand.timed(case, arms.device, ours=OP)
 
 
 def _allowed(theirs, dtype) -> float:

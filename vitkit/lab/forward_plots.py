@@ -3,6 +3,7 @@
 import pandas as pd
 
 from .figure import WIDTH, Figure
+from .labels import INK, name_lines_once
 from .overview import duration
 from .plots import _rows, _titles
 from .styles import GRID, STYLES, marker_size, style
@@ -20,23 +21,20 @@ def waterfall(df, *, title=None) -> Figure:
     rows = _rows(df, "waterfall")
     cases = list(dict.fromkeys(rows["case"]))
     counts = [sum(rows["case"] == case) for case in cases]
-    heights = [BAR * n + 0.62 for n in counts]
-    fig = Figure(figsize=(WIDTH, sum(heights) + 1.1), layout="constrained", facecolor="white")
+    heights = [BAR * (n + 1) + 0.62 for n in counts]
+    fig = Figure(figsize=(WIDTH, sum(heights) + 1.1), layout="constrained")
     panels = fig.subplots(len(cases), 1, squeeze=False, height_ratios=heights)[:, 0]
     _titles(fig, rows, title or _tower_title(rows), "", "")
     for ax, case in zip(panels, cases):
-        limit = _bars(ax, rows[rows["case"] == case])
-        ax.set_title(case + limit, fontsize=10, loc="left", color="black")
+        _bars(ax, rows[rows["case"] == case])
+        ax.set_title(case, fontsize=10, loc="left", color="black")
     clock = rows["clock"].iloc[0] if "clock" in rows else "unknown"
     ax.set_xlabel(f"ms a forward (median, p20–p80), {clock} clock")
-    handles, labels = ax.get_legend_handles_labels()
-    if handles:
-        ax.legend(handles[:1], labels[:1], loc="upper right", bbox_to_anchor=(1, -0.12), frameon=False, fontsize=9)
     return fig
 
 
 def _bars(ax, rows):
-    """The bars of one case, their gains, and the limit; what the title says of the limit."""
+    """The bars of one case, their gains, and the limit, which is named below the bars."""
     ms = [us / 1000 for us in rows["median_us"]]
     others = [impl for impl in rows["impl"] if impl not in STYLES]
     colours = [style(impl, others)[0] for impl in rows["impl"]]
@@ -51,14 +49,15 @@ def _bars(ax, rows):
     limit = rows["limit_us"].dropna() / 1000 if "limit_us" in rows else pd.Series(dtype=float)
     if len(limit):
         ax.axvline(limit.iloc[0], color="#404040", ls="--", lw=1.4, label="arithmetic limit")
+        said, where = f"arithmetic limit {duration(1000 * limit.iloc[0])}", (limit.iloc[0], len(ms) - 0.1)
+        ax.annotate(said, where, (5, 0), textcoords="offset points", va="center", fontsize=9, color=INK)
     ax.set_yticks(range(len(ms)), rows["impl"])
-    ax.set_ylim(len(ms) - 0.5, -0.5)
+    ax.set_ylim(len(ms) + (0.35 if len(limit) else -0.5), -0.5)
     ax.set_xlim(0, 1.45 * max(ms))
     ax.tick_params(axis="y", length=0)
     ax.spines[["top", "right"]].set_visible(False)
     ax.grid(True, axis="x", color=GRID, lw=0.7)
     ax.set_axisbelow(True)
-    return f"  (limit {duration(1000 * limit.iloc[0])})" if len(limit) else ""
 
 
 def _tower_title(rows):
@@ -79,17 +78,19 @@ def layers(df, *, title=None) -> Figure:
         raise ValueError("layers: more than one row for a case, layer and version; one is allowed")
     cases = list(dict.fromkeys(df["case"]))
     others = sorted(set(df["version"]) - set(STYLES))
-    fig = Figure(figsize=(WIDTH, 3.8), layout="constrained", facecolor="white")
+    fig = Figure(figsize=(WIDTH, 3.8), layout="constrained")
     panels = fig.subplots(1, len(cases), squeeze=False, sharey=True)[0]
     for ax, case in zip(panels, cases):
         for i, (version, group) in enumerate(df[df["case"] == case].groupby("version", sort=False)):
             colour, marker = style(version, others)
             group = group.sort_values("layer")
-            # the second line is broken, so that one that lies on it can be seen
-            options = {"color": colour, "marker": marker, "ms": marker_size(marker), "ls": "--" if i else "-"}
-            ax.plot(group["layer"], group["error"], lw=1.6, mec="white", mew=0.5, label=version, **options)
+            # lines may lie on each other: each is thinner than the one below, and has its marks at other layers
+            options = {"color": colour, "marker": marker, "ms": marker_size(marker), "lw": max(1.2, 3.6 - 2.4 * i)}
+            every = max(1, len(group) // 8)
+            marks = ((i * every) // max(1, df["version"].nunique()), every)
+            ax.plot(group["layer"], group["error"], mec="white", mew=0.5, markevery=marks, label=version, **options)
         ax.set_title(case, fontsize=10, loc="left")
-        ax.set_xlabel("layer")
+        ax.set_xlabel("layer (number)")
         ax.xaxis.get_major_locator().set_params(integer=True)
         ax.spines[["top", "right"]].set_visible(False)
         ax.grid(True, color=GRID, lw=0.7)
@@ -98,6 +99,6 @@ def layers(df, *, title=None) -> Figure:
     panels[0].set_ylim(0, 1.1 * top if top > 0 else 1)
     panels[0].set_ylabel("relative error of the block's output")
     panels[0].yaxis.set_major_formatter(lambda value, _: f"{value:.3g}")
-    panels[-1].legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, borderaxespad=0)
+    name_lines_once(panels)
     fig.suptitle(title or "Error against float32, layer by layer", fontsize=12, fontweight="bold", x=0.01, ha="left")
     return fig

@@ -26,13 +26,16 @@ SIDES = (12, 30, 8, 16, 42, 10, 24, 20)  # of a mixture's images, in patches on 
 
 
 def parallel_grids(size) -> list[tuple[str, str, list]]:
-    """(kind, name, grid): equal images, a mixture of large and small ones, and one long clip among images."""
+    """(kind, name, grid): equal images, a mixture of large and small ones, and one long clip among images.
+
+    A mixture is repeated an odd number of times: an even one falls into two equal halves, however it is shared out.
+    """
     if size.name == "tiny":
         sides, times, frames, equal = [4], (1,), 6, 4
     elif size.name == "cpu":
-        sides, times, frames, equal = [6, 12], (2, 6), 32, 64
+        sides, times, frames, equal = [6, 12], (1, 5), 32, 64
     else:
-        sides, times, frames, equal = [16, 36], (2, 12), 48, 64
+        sides, times, frames, equal = [16, 36], (1, 11), 48, 64
     found = [("equal images", f"{equal} of 1x{s}x{s}", [[1, s, s]] * equal) for s in sides]
     for n in times:
         half = 1 if size.name == "gpu" else 2

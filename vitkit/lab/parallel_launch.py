@@ -16,6 +16,7 @@ import torch
 from . import parallel_bench
 from .env import resolve_device
 from .parallel_cases import divided_threads, rank_counts
+from .progress import progress
 from .results import SHARE
 from .timing import _said
 
@@ -43,12 +44,14 @@ def environment() -> dict:
 def run(nproc: int, device="auto", size="auto", tower="both", threads=0, out="", said=None) -> int:
     """parallel_bench on `nproc` ranks; its exit status. said: None to print, or a list that gets the printed lines.
 
-    ValueError, before anything starts, where there are fewer GPUs.
+    ValueError, before anything starts, where there are fewer GPUs or `out` cannot be a file.
     """
     kind = resolve_device(device).type
     if kind == "cuda" and nproc > torch.cuda.device_count():
         gpus = torch.cuda.device_count()
         raise ValueError(f"nproc={nproc}: up to {gpus} is allowed here, one rank a GPU (or --device cpu)")
+    if out and (Path(out).is_dir() or not Path(out).parent.is_dir()):
+        raise ValueError(f"out={str(out)!r}: a file is allowed, in a folder that is there")
     options = ["--device", kind, "--size", size, "--tower", tower, "--threads", threads]
     options += ["--out", out] if out else []
     streams = {} if said is None else {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -92,7 +95,7 @@ def measure(run, size, tower, threads) -> list[int]:
     """
     ranks = rank_counts(size, run.device, torch.cuda.device_count())
     threads = divided_threads(threads, max(ranks))  # the same for any number of ranks
-    for nproc in ranks:
+    for nproc in progress(ranks, "numbers of ranks"):
         for line in lines(nproc, device=run.device.type, size=size.name, tower=tower, threads=threads):
             if "row" in line:
                 run.add(line["row"])

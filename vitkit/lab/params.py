@@ -128,7 +128,8 @@ def one_line(error) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def _find(name: str, paths: list[Path]) -> Path:
+def _find(name, paths: list[Path]) -> Path:
+    name = str(name)  # 2 is as good as "2"
     stem = Path(name).name.removesuffix(".ipynb")
     fits = [path for path in paths if path.stem == stem]
     if not fits and stem.isdigit():
@@ -149,8 +150,9 @@ def _number(stem: str) -> int | None:
     return int(number[0]) if number else None
 
 
-def _nearest(word: str, words) -> str:
-    near = difflib.get_close_matches(word, list(words), n=1, cutoff=0.5)
+def _nearest(word, words) -> str:
+    """What may have been meant; a word from a YAML or JSON file may be any value."""
+    near = difflib.get_close_matches(str(word), [str(other) for other in words], n=1, cutoff=0.5)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 

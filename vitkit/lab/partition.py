@@ -43,7 +43,7 @@ def window_partition(image, grid_row, geometry, *, title=None) -> Figure:
     places = np.concatenate([window, np.full(down * across - len(index), -1)]).reshape(down, across)
 
     heights = min(PHOTO, (WIDTH - 0.8) * rows / columns), (WIDTH - 0.8) * down / across
-    fig = Figure(figsize=(WIDTH, sum(heights) + 1.8 + 0.3 * bool(title)), layout="constrained", facecolor="white")
+    fig = Figure(figsize=(WIDTH, sum(heights) + 1.8 + 0.3 * bool(title)), layout="constrained")
     above, below = fig.subplots(2, 1, height_ratios=heights)
     _image(above, image, rows, columns)
     _image(below, order, down, across)
@@ -59,7 +59,7 @@ def window_partition(image, grid_row, geometry, *, title=None) -> Figure:
     above.set_title(f"The photo: {h} × {w} patches, {rows} × {columns} merged units, {count}", fontsize=10, loc="left")
     below.set_title("The sequence in window order: a border stands where cu_seqlens cuts", fontsize=10, loc="left")
     above.set(xlabel="column (merged units)", ylabel="row (merged units)")
-    below.set(xlabel="place within the row (merged units)", ylabel="first place of the row")
+    below.set(xlabel="place within the row (merged units)", ylabel="first place of the row (merged units)")
     above.set_xticks(range(0, columns + 1, geometry.window or 4))
     above.set_yticks(range(0, rows + 1, geometry.window or 4))
     below.set_xticks(range(0, across + 1, 4))

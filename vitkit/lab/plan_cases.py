@@ -13,7 +13,7 @@ import torch
 from .. import indices
 from ..plan import IMPLEMENTATIONS, VisionPlan
 from ..rotary import rotary_cos_sin
-from . import cases, peers, size_cache, workloads
+from . import by_hand, cases, peers, size_cache, workloads
 from .limits import CopyLimit, EmptyLaunch
 from .timing import Case
 
@@ -65,6 +65,13 @@ def plan_case(name, grid, geometry, device, *, threads) -> Case:
         n_tokens=cases.tokens(grid),
         bytes=n_bytes,
     )
+
+
+def one_workload(grid_thw, geometry, device):
+    """`by_hand.table` of a plan of a grid by every way, with torch's present threads; ours is `auto`."""
+    grid = by_hand.check_grid(grid_thw, geometry)
+    case = plan_case("by hand", grid, geometry, device, threads=torch.get_num_threads())
+    return by_hand.timed(case, device, ours="auto")
 
 
 def _plan(geometry, device, way, grid, _):

@@ -11,10 +11,13 @@ import pandas as pd
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from .figure import Figure
+from .labels import INK, name_lines
 from .partition import window_partition
 from .shares import accuracy, shares
-from .styles import GREY, GRID, LIMITS, STYLES, X_LABELS, marker_size, new_figure, style
+from .styles import GREY, GRID, LIMITS, STYLES, X_LABELS, marker_size, new_figure, ordered, style
 from .tables import is_correct
+
+CHARACTER = 0.0125  # width of one of a bar's name, as a share of the axes
 
 __all__ = ["STYLES", "accuracy", "bandwidth", "latency", "shares", "speedup", "window_partition"]
 
@@ -51,7 +54,7 @@ def _params(value):
         return {}
 
 
-def _titles(fig, rows, title, what, note):
+def _titles(fig, rows, title, what, note, pad=6):
     """Title: op, dtype, what of the shape is common to all rows, device. Small: what is drawn; n, run, environment."""
     only = {name: rows[name].dropna().astype(str).unique() for name in rows}
 
@@ -68,7 +71,7 @@ def _titles(fig, rows, title, what, note):
     small += [f"{label} {common(name)}" for label, name in (("run", "run_id"), ("env", "env_id")) if common(name)]
     title = textwrap.fill(title or ", ".join(filter(None, parts)), 76)
     fig.suptitle(title, fontsize=12, fontweight="bold", x=0.01, ha="left")
-    fig.axes[0].set_title("; ".join(filter(None, [what, note])), fontsize=9, color=GREY, loc="left")
+    fig.axes[0].set_title("; ".join(filter(None, [what, note])), fontsize=9, color=GREY, loc="left", pad=pad)
     fig.supxlabel("; ".join(filter(None, small)), fontsize=9, color=GREY, x=0.01, ha="left")
 
 
@@ -103,12 +106,10 @@ def _log_y(ax, values):
 
 
 def _lines(ax, rows, x, y, band, limits):
-    """One labelled line an implementation, the limits in grey behind them; the legend stands beside the plot."""
+    """One line an implementation, the limits in grey behind them, each named at its end."""
     others = sorted(set(rows["impl"]) - set(STYLES) - set(limits))
-    ends = {}
     for impl, group in rows.groupby("impl", sort=False):
         group = group.sort_values([x, y])
-        ends[impl] = group[y].iloc[-1]
         if impl in limits:
             line = dict(color="#808080", ls=LIMITS.get(impl, "-."), lw=1.6, zorder=1, label=f"{impl} (limit)")
             if group[x].nunique() == 1:
@@ -121,10 +122,7 @@ def _lines(ax, rows, x, y, band, limits):
                 label=impl, zorder=3)  # fmt: skip
         if band and {"p20_us", "p80_us"} <= set(group):
             ax.fill_between(group[x], group["p20_us"], group["p80_us"], color=color, alpha=0.2, lw=0, zorder=2)
-    handles, labels = ax.get_legend_handles_labels()
-    order = sorted(range(len(labels)), key=lambda i: -ends[labels[i].removesuffix(" (limit)")])
-    ax.legend([handles[i] for i in order], [labels[i] for i in order], loc="upper left", bbox_to_anchor=(1.01, 1),
-              frameon=False, handlelength=2.4, borderaxespad=0)  # fmt: skip
+    name_lines(ax, list(ax.lines))
     ax.grid(True, color=GRID, lw=0.7, zorder=0)
 
 
@@ -134,7 +132,7 @@ def latency(df, *, x="n_tokens", title=None, limits=("copy", "empty_launch"), xl
     df: rows of one op, direction, dtype, device and clock. `limits` are implementations to draw as dashed grey lines.
     """
     rows = _rows(df, "latency", limits)
-    fig, ax = new_figure(4.6)
+    fig, ax = new_figure(max(4.6, 1.6 + 0.2 * rows["impl"].nunique()))
     _lines(ax, rows, x, "median_us", True, limits)
     _log_x(ax, rows[x])
     _log_y(ax, rows["median_us"])
@@ -160,7 +158,7 @@ def bandwidth(df, *, x="n_tokens", title=None, share=None, limits=("copy",), xla
     share = covered if share is None else share
     rows["reached"] = rows["gbps"] / rows[x].map(copy) if share else rows["gbps"]
     rows = rows[rows["reached"].notna()]
-    fig, ax = new_figure(4.2)
+    fig, ax = new_figure(max(4.2, 1.6 + 0.2 * rows["impl"].nunique()))
     _lines(ax, rows, x, "reached", False, limits)
     _log_x(ax, rows[x])
     ax.set_ylim(0, rows["reached"].max() * 1.12)
@@ -169,7 +167,8 @@ def bandwidth(df, *, x="n_tokens", title=None, share=None, limits=("copy",), xla
     clock = rows["clock"].iloc[0] if "clock" in rows else "unknown"
     ax.set_xlabel(xlabel or X_LABELS.get(x, x))
     ax.set_ylabel(f"bandwidth ({'% of the copy' if share else 'GB/s'}), {clock} clock")
-    note = f"the copy reaches {copy.min():.0f}–{copy.max():.0f} GB/s" if share else ""
+    reaches = dict.fromkeys([f"{copy.min():.0f}", f"{copy.max():.0f}"])
+    note = f"the copy reaches {'–'.join(reaches)} GB/s" if share else ""
     _titles(fig, rows[~rows["impl"].isin(limits)], title, "bytes that must move / median", note)
     return fig
 
@@ -188,25 +187,29 @@ def speedup(df, baseline: str, *, title=None, limits=("copy", "empty_launch")) -
     if rows.empty:
         raise ValueError(f"baseline={baseline!r}: no other implementation has a green row for the same case")
     rows["speedup"] = rows["case"].map(base) / rows["median_us"]
-    impls = [*[i for i in STYLES if i in set(rows["impl"])], *sorted(set(rows["impl"]) - set(STYLES))]
+    impls = ordered(rows["impl"])
     others = [i for i in impls if i not in STYLES]
     cases = list(dict.fromkeys(rows["case"]))
     step = 0.84 / len(impls)
     fig, ax = new_figure(1.5 + len(cases) * max(0.5, 0.21 * len(impls) + 0.12))
+    low, high = min(1, rows["speedup"].min()) / 1.1, max(1, rows["speedup"].max())
+    ends = [high]
     for i, impl in enumerate(impls):
         group = rows[rows["impl"] == impl]
         at = [cases.index(case) - 0.42 + step * (i + 0.5) for case in group["case"]]
         # From 1 outwards on a logarithmic axis: twice as slow is as long as twice as fast.
         ax.barh(at, group["speedup"] - 1, left=1, height=step * 0.9, color=style(impl, others)[0], label=impl)
         for y, value in zip(at, group["speedup"]):
-            ax.annotate(
-                f"{value:.2f}×", (max(value, 1), y), (3, 0), textcoords="offset points", va="center", fontsize=9
-            )
+            said, end = f"{value:.2f}× {impl}", max(value, 1)
+            ax.annotate(said, (end, y), (3, 0), textcoords="offset points", va="center", fontsize=9, color=INK)
+            ends.append(low * (end / low) ** (1 / (1 - len(said) * CHARACTER)))  # the axis that has room for the text
     ax.axvline(1, color="#404040", lw=1)
+    ax.annotate(f"{baseline} = 1", (1, 1), (0, 4), xycoords=("data", "axes fraction"), textcoords="offset points",
+                ha="center", fontsize=9, color=INK)  # fmt: skip
     ax.set_xscale("log")
-    low, high = min(1, rows["speedup"].min()), max(1, rows["speedup"].max())
-    ax.set_xlim(low / 1.1, high * (high / low) ** 0.12 * 1.1)
-    ticks = [t for t in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500) if low / 1.1 <= t <= high]
+    ax.set_xlim(low, max(ends))
+    steps = (1, 2, 5) if high / low > 12 else (1, 1.5, 2, 3, 4, 5, 7)
+    ticks = [t for t in (s * 10.0**e for e in range(-3, 4) for s in steps) if low <= t <= 1.1 * high]
     ax.xaxis.set_major_locator(FixedLocator(ticks))
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     ax.xaxis.set_minor_locator(NullLocator())
@@ -215,9 +218,8 @@ def speedup(df, baseline: str, *, title=None, limits=("copy", "empty_launch")) -
     ax.tick_params(axis="y", length=0)
     clock = rows["clock"].iloc[0] if "clock" in rows else "unknown"
     ax.set_xlabel(f"speedup over {baseline} (times), {clock} clock")
-    ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, borderaxespad=0)
     ax.grid(True, axis="x", color=GRID, lw=0.7)
-    _titles(fig, rows, title, f"ratio of medians; in brackets the median of {baseline}", "")
+    _titles(fig, rows, title, f"ratio of medians; in brackets the median of {baseline}", "", pad=20)
     return fig
 
 

@@ -4,7 +4,6 @@ A row is on the disk when `Run.add` returns, so that an interrupt loses nothing 
 """
 
 import io
-import os
 import re
 import secrets
 import tempfile
@@ -14,6 +13,7 @@ from pathlib import Path
 import pandas as pd
 
 from vitkit.lab import code, env
+from vitkit.lab.files import write_whole
 from vitkit.lab.peers import PEERS
 from vitkit.lab.rows import COLUMNS, COUNT_COLUMNS, STAMP, append_lines, as_text, check_header, read_rows, typed
 
@@ -159,9 +159,7 @@ class Run:
 
     def _save(self, name, kind, content: bytes):
         path = self.figures / f"{self.notebook}-{name}.{kind}"
-        part = path.with_suffix(f".{kind}.part")
-        part.write_bytes(content)
-        os.replace(part, path)  # an interrupt leaves the old file or the new one
+        write_whole(path, content)
         self._note(path)
 
     def _note(self, path):
@@ -178,8 +176,9 @@ def _shown(path) -> str:
 def _check_writable(folder, out):
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(4096))  # a full disk still makes empty files
+            file.flush()
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise ValueError(

@@ -5,14 +5,16 @@ from importlib.util import find_spec
 
 import torch
 
-from . import workloads
+from . import by_hand, workloads
 from .cases import CPU_TOKENS, Size, tokens
-from .rotary_cases import HEAD_DIMS, LIMIT_WAYS, rotary_case, rotary_geometry
+from .progress import Sized
+from .rotary_cases import DTYPES, HEAD_DIMS, LIMIT_WAYS, rotary_case, rotary_geometry
 from .timing import Case
 
 BACKWARD_TOKENS = (324, 1296, 12_960, 32_768, 65_536)
 LIMIT_TOKENS = (12_960, 32_768, 65_536)
 TRIES_TOKENS = 32_768
+CPU_ENTRIES, GPU_ENTRIES = 2**25, 2**29  # of q, for a workload by hand
 # Where torch.compile is timed beside the first head size's forward: it takes seconds for each shape (tiny: nowhere).
 COMPILED_TOKENS = (1296, 12_960, 32_768)
 # Layouts of the kernel for heads of 9 chunks, as (pair, rows, lanes, heads, warps); None is the library's choice.
@@ -48,17 +50,37 @@ def _grids(size, wanted):
     return [(name, grid) for name, grid in grids if tokens(grid) in wanted] or grids[:1]
 
 
+def missing(device, part: str, of: str, only: str = "") -> str:
+    """One line that says why a section of `part` "forward", "backward" or "limit" is empty; only: "CPU" or "GPU"."""
+    kind = "CPU" if torch.device(device).type == "cpu" else "GPU"
+    if only and only != kind:
+        return f"needs a {only}: skipped on a {kind}"
+    if part not in ("all", of):
+        return f"skipped: it is of part={of!r}, and part={part!r} was asked for"
+    return "skipped: no rows of it with these parameters"
+
+
+def _cases(todo, device, dtype, num_heads, threads) -> Sized:
+    """The cases of [(name, grid, head_dim, more options of rotary_case)], each made when it is asked for."""
+    return Sized(
+        len(todo),
+        (
+            rotary_case(name, grid, rotary_geometry(num_heads, dim), device, dtype, threads=threads, **options)
+            for name, grid, dim, options in todo
+        ),
+    )
+
+
 def forward_cases(size, device, dtype, num_heads, head_dims, threads):
     """The forward for each of `head_dims` (on a CPU the first alone) at every size, and last the published shape."""
-    device = torch.device(device)
+    device, todo = torch.device(device), []
     for dim in head_dims[: 1 if device.type == "cpu" else None]:
         for name, grid in rotary_grids(size):
             compiled = size.name != "tiny" and (dim == head_dims[0] or tokens(grid) in COMPILED_TOKENS)
-            geometry = rotary_geometry(num_heads, dim)
-            yield rotary_case(name, grid, geometry, device, dtype, threads=threads, compiled=compiled)
+            todo.append((name, grid, dim, {"compiled": compiled}))
     if device.type == "cuda" and size.name != "tiny":
-        geometry, shape = rotary_geometry(num_heads, head_dims[0]), {"batch": 2, "section": "published"}
-        yield rotary_case("2 x 16384", [[1, 128, 128]], geometry, device, dtype, threads=threads, **shape)
+        todo.append(("2 x 16384", [[1, 128, 128]], head_dims[0], {"batch": 2, "section": "published"}))
+    return _cases(todo, device, dtype, num_heads, threads)
 
 
 def forward_clocks(case: Case, device) -> tuple[str, ...]:
@@ -70,11 +92,12 @@ def forward_clocks(case: Case, device) -> tuple[str, ...]:
 
 def backward_cases(size, device, dtype, num_heads, head_dims, threads):
     """The backward for each of `head_dims` (on a CPU the first alone) at some sizes."""
+    todo = []
     for dim in head_dims[: 1 if torch.device(device).type == "cpu" else None]:
         for name, grid in _grids(size, BACKWARD_TOKENS):
             compiled = dim == head_dims[0] and tokens(grid) in COMPILED_TOKENS
-            options = {"threads": threads, "backward": True, "compiled": compiled}
-            yield rotary_case(name, grid, rotary_geometry(num_heads, dim), device, dtype, **options)
+            todo.append((name, grid, dim, {"backward": True, "compiled": compiled}))
+    return _cases(todo, device, dtype, num_heads, threads)
 
 
 def thread_cases(size, device, num_heads, head_dim):
@@ -83,12 +106,18 @@ def thread_cases(size, device, num_heads, head_dim):
     q and k lie apart, as in the copy that they are compared with.
     """
     if torch.device(device).type != "cpu":
-        return
+        return []
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    counts = (1, 2)[:cores]
+    return Sized(2 * len(counts), _by_threads(counts, size, device, num_heads, head_dim))
+
+
+def _by_threads(counts, size, device, num_heads, head_dim):
     before = torch.get_num_threads()
     name, grid = _grids(size, (CPU_TOKENS,))[-1]
     ways, geometry = ("numba", "numba_in_place", "transformers", "torch_compile"), rotary_geometry(num_heads, head_dim)
     try:
-        for threads in (1, 2)[: len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()]:
+        for threads in counts:
             torch.set_num_threads(threads)
             for dtype in ("bfloat16", "float32"):
                 options = {"threads": threads, "packed": False, "ways": ways, "section": "threads"}
@@ -100,17 +129,20 @@ def thread_cases(size, device, num_heads, head_dim):
 def limit_cases(size, device, dtype, num_heads, threads):
     """On a GPU alone: the kernel's ways from packed qkv and the copy, at every head size."""
     if torch.device(device).type == "cpu":
-        return
-    for dim in HEAD_DIMS:
-        for name, grid in _grids(size, LIMIT_TOKENS):
-            options = {"threads": threads, "compiled": False, "ways": LIMIT_WAYS, "section": "limit"}
-            yield rotary_case(name, grid, rotary_geometry(num_heads, dim), device, dtype, **options)
+        return []
+    options = {"compiled": False, "ways": LIMIT_WAYS, "section": "limit"}
+    todo = [(name, grid, dim, options) for dim in HEAD_DIMS for name, grid in _grids(size, LIMIT_TOKENS)]
+    return _cases(todo, device, dtype, num_heads, threads)
 
 
 def tries_cases(size, device, dtype, num_heads, threads, head_dim=72):
     """On a GPU alone: rotating in place by several layouts of the kernel, and the limit of working in place."""
     if torch.device(device).type == "cpu" or not find_spec("triton"):
-        return
+        return []
+    return Sized(1, _tries_case(size, device, dtype, num_heads, threads, head_dim))
+
+
+def _tries_case(size, device, dtype, num_heads, threads, head_dim):
     from .negate import InPlaceNegate
 
     name, grid = _grids(size, (TRIES_TOKENS,))[0]
@@ -119,6 +151,22 @@ def tries_cases(size, device, dtype, num_heads, threads, head_dim=72):
     qkv = case.inputs[0][0].qkv
     case.calls["in_place_negate"] = InPlaceNegate(qkv.shape, qkv.dtype, len(case.inputs), device)
     yield case
+
+
+def one_workload(*, tokens, num_heads, head_dim, dtype, device):
+    """`by_hand.table` of the forward on one image of so many tokens, without torch_compile, which takes seconds.
+
+    On a GPU with the clock `kernel`, on a CPU `e2e`. ValueError that names the argument and what is allowed.
+    """
+    device, geometry = torch.device(device), rotary_geometry(num_heads, head_dim)
+    most = (GPU_ENTRIES if device.type == "cuda" else CPU_ENTRIES) // (geometry.num_heads * geometry.head_dim)
+    if type(tokens) is not int or tokens % 4 or not 4 <= tokens <= most:
+        raise ValueError(f"tokens={tokens!r}: a multiple of 4 from 4 to {most} is allowed with these heads")
+    by_hand.check_choice("dtype", dtype, DTYPES)
+    side = max(n for n in range(2, int(tokens**0.5) + 1, 2) if tokens % (2 * n) == 0)  # as square as can be
+    options = {"threads": torch.get_num_threads(), "compiled": False}
+    case = rotary_case("by hand", [[1, side, tokens // side]], geometry, device, dtype, **options)
+    return by_hand.timed(case, device, "kernel" if device.type == "cuda" else "e2e")
 
 
 def tries() -> dict:

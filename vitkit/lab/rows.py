@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pandas as pd
 
+from vitkit.lab.files import cannot_write, create_whole
+
 STAMP = ["run_id", "utc", "env_id", "code_hash", "device"]  # filled in by Run
 COLUMNS = [
     *("run_id", "utc", "env_id", "code_hash", "op", "impl", "direction", "device", "dtype", "case", "grid_thw"),
@@ -96,24 +98,49 @@ def as_text(name, value) -> str:
 
 
 def append_lines(path, columns, rows):
-    """Appends `rows` in one write, under a header where the file is new, and waits for the disk."""
-    text = io.StringIO()
-    fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+    """Appends `rows` in one write, and waits for the disk; a new file is written beside, with its header, and renamed.
+
+    OSError of one line that names the file, where the disk is full, say: the file is then as it was, or still absent.
+    """
+    path = Path(path)
+    if not path.exists() and create_whole(path, _csv([columns, *rows])):
+        return
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)  # two runs at once: one header, and no row within another
+        fd = os.open(path, os.O_RDWR | os.O_APPEND)
+    except OSError as error:
+        raise cannot_write(path, error) from None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)  # two runs at once: no row within another
         size = os.fstat(fd).st_size
+        data = _csv(rows if size else [columns, *rows])
         if size:
             os.lseek(fd, size - 1, os.SEEK_SET)
             if os.read(fd, 1) != b"\n":  # a crash tore the last line: leave it alone and begin a new one
-                text.write("\n")
-        csv.writer(text, lineterminator="\n").writerows(rows if size else [columns, *rows])
-        data = text.getvalue().encode()
-        if os.write(fd, data) != len(data):  # the disk is full: take back the part that was written
-            os.ftruncate(fd, size)
-            raise OSError(f"{path}: no space left for {len(data)} bytes")
-        os.fsync(fd)
+                data = b"\n" + data
+        _append(fd, size, data)
+    except OSError as error:
+        raise cannot_write(path, error) from None
     finally:
         os.close(fd)
+
+
+def _append(fd, size, data):
+    """All of `data` behind the `size` bytes that are there, or after an error nothing; an interrupt takes no row."""
+    try:
+        rest = data
+        while rest:  # on a disk that is nearly full a part is written, and the next call says why
+            rest = rest[os.write(fd, rest) :]
+        os.fsync(fd)
+    except BaseException as error:
+        if isinstance(error, OSError) or os.fstat(fd).st_size != size + len(data):
+            os.ftruncate(fd, size)
+        raise
+
+
+def _csv(rows) -> bytes:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue().encode()
 
 
 def check_header(path, columns):

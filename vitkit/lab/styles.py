@@ -13,21 +13,21 @@ STYLES = {
     "triton": ("#0072B2", "*"),
     "triton_separate": ("#332288", "X"),
     "flash_attn_2x": ("#882255", "<"),
-    "flash_attn_cat": ("#AA4499", ">"),
+    "flash_attn_cat": ("#CC6677", ">"),
     "liger": ("#999933", "h"),
     "size_cache": ("#661100", "d"),
-    "size_cache_numpy": ("#8C3B2E", (5, 0, 0)),
-    "size_cache_cold": ("#B58A6C", (3, 1, 180)),
-    "transformers_cpu_grid": ("#F2A57C", (4, 0, 20)),
-    "auto": ("#EE3377", (7, 1, 0)),
+    "size_cache_numpy": ("#A0522D", (5, 0, 0)),
+    "size_cache_cold": ("#DFC27D", (3, 1, 180)),
+    "transformers_cpu_grid": ("#FFAABB", (4, 0, 20)),
+    "auto": ("#AA3377", (7, 1, 0)),
     # Relatives of numba in greens, of triton in blues and violets.
     "numba_in_place": ("#66C2A5", (4, 0, 0)),
     "numba_from_pos": ("#1B7837", (5, 0, 180)),
     "triton_in_place": ("#4A90D9", (4, 1, 0)),
     "triton_from_pos": ("#08306B", (6, 1, 0)),
     "triton_from_pos_in_place": ("#8FB8DE", (3, 1, 0)),
-    "triton_low": ("#5E4FA2", (4, 1, 45)),
-    "triton_low_in_place": ("#A594D6", (8, 1, 0)),
+    "triton_low": ("#5C1A8B", (4, 1, 45)),
+    "triton_low_in_place": ("#9970AB", (8, 1, 0)),
     # Forwards of a tower: transformers' in oranges, ours in blues that darken with every part that is added.
     "transformers_varlen": ("#FDB863", (4, 0, 70)),
     "plan": ("#C6DBEF", (5, 1, 180)),
@@ -46,7 +46,7 @@ GREY, GRID = "#555555", "#E4E4E4"
 
 
 def new_figure(height):
-    fig = Figure(figsize=(WIDTH, height), layout="constrained", facecolor="white")
+    fig = Figure(figsize=(WIDTH, height), layout="constrained")
     ax = fig.subplots()
     ax.spines[["top", "right"]].set_visible(False)
     ax.set_axisbelow(True)
@@ -55,6 +55,11 @@ def new_figure(height):
 
 def style(impl, others):
     return STYLES.get(impl) or OTHERS[others.index(impl) % len(OTHERS)]
+
+
+def ordered(names) -> list[str]:
+    """Each once: those with a style in the order of STYLES, then the others by name."""
+    return [*[name for name in STYLES if name in set(names)], *sorted(set(names) - set(STYLES))]
 
 
 def marker_size(marker) -> float:

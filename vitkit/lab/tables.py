@@ -1,5 +1,6 @@
 """Tables from rows of results: a summary, this machine beside the published figures, and Markdown of either."""
 
+import html
 import json
 import math
 from pathlib import Path
@@ -123,10 +124,49 @@ def published(df: pd.DataFrame, table: str, root: Path | None = None) -> pd.Data
 
 
 def show(df: pd.DataFrame):
-    """The whole table as a notebook shows it, rendered from the Markdown that is saved."""
-    from IPython.display import Markdown
+    """The whole table as a notebook shows it: all rows and columns, with the texts of the Markdown that is saved.
 
-    return Markdown(markdown(df))
+    Long names may break at an underscore, and a table that is still wider than the page scrolls in a box of its own.
+    """
+    return _Shown(df)
+
+
+class _Shown:
+    def __init__(self, df):
+        self.df = df
+
+    def _repr_mimebundle_(self, include=None, exclude=None):
+        text = markdown(self.df)
+        return {"text/html": _html(self.df), "text/markdown": text, "text/plain": text}
+
+
+def _html(df) -> str:
+    heads, right, rows = _texts(df)
+    to_left = ' align="left" style="text-align: left"'  # GitHub keeps the attribute, JupyterLab looks at the style
+    sides = ["" if r else to_left for r in right]
+
+    def line(tag, texts):
+        cells = (f"<{tag}{side}>{_breakable(text)}</{tag}>" for side, text in zip(sides, texts))
+        return f"<tr>{''.join(cells)}</tr>\n"
+
+    return (
+        '<div style="overflow-x: auto; max-width: 100%">\n<table border="1" class="dataframe">\n'
+        f"<thead>\n{line('th', heads)}</thead>\n<tbody>\n{''.join(line('td', row) for row in rows)}</tbody>\n"
+        "</table>\n</div>"
+    )
+
+
+def _breakable(text) -> str:
+    return html.escape(text, quote=False).replace("_", "_<wbr>").replace("\n", "<br>")
+
+
+def _texts(df):
+    """(heads, whether a column goes to the right, rows) as texts; a named index becomes columns."""
+    if not isinstance(df.index, pd.RangeIndex):
+        df = df.reset_index()
+    right = [pd.api.types.is_numeric_dtype(df[c]) and not pd.api.types.is_bool_dtype(df[c]) for c in df.columns]
+    rows = [[_cell(value) for value in row] for row in df.itertuples(index=False, name=None)]
+    return [_cell(c) for c in df.columns], right, rows
 
 
 def _cell(value) -> str:
@@ -134,14 +174,12 @@ def _cell(value) -> str:
         return ""
     if isinstance(value, float):  # numpy's float64 is one; four digits, and no exponent for a large number
         return f"{value:.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"
-    return str(value).replace("|", "\\|").replace("\n", "<br>")
+    return str(value)
 
 
 def markdown(df: pd.DataFrame) -> str:
     """A GitHub table, numbers to the right, floats with four digits, nothing where there is no value."""
-    if not isinstance(df.index, pd.RangeIndex):
-        df = df.reset_index()
-    right = [pd.api.types.is_numeric_dtype(df[c]) and not pd.api.types.is_bool_dtype(df[c]) for c in df.columns]
-    lines = [[_cell(c) for c in df.columns], ["---:" if r else "---" for r in right]]
-    lines += [[_cell(value) for value in row] for row in df.itertuples(index=False, name=None)]
+    heads, right, rows = _texts(df)
+    escaped = [[text.replace("|", "\\|").replace("\n", "<br>") for text in row] for row in (heads, *rows)]
+    lines = [escaped[0], ["---:" if r else "---" for r in right], *escaped[1:]]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)

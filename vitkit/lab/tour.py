@@ -156,7 +156,7 @@ def segments(photo, t, h, w, window, merge, patch) -> Figure:
 
 
 def _figure(height, layout="constrained"):
-    return Figure(figsize=(WIDTH, min(height, 9)), layout=layout, facecolor="white")
+    return Figure(figsize=(WIDTH, min(height, 9)), layout=layout)
 
 
 def _photo(ax, image, h, w, merge):

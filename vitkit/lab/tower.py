@@ -180,7 +180,8 @@ def forward_rows(grids, geometry, device, tower=None):
     try:
         tower = make_tower(geometry, device) if tower is None else tower
     except Exception as error:  # transformers is not installed, or another version
-        yield grids[0][0], "forward", f"failed: {_said(error)}", None, ""
+        name = next(iter(grids))[0]
+        yield name, "forward", f"failed: {_said(error)}", None, ""
         return
     for name, grid in grids:
         small = tokens(grid) <= SDPA_PATCHES and not (on_gpu and len(grid) > 1)

@@ -208,7 +208,7 @@ def summary(counts: pd.DataFrame) -> pd.DataFrame:
 def timeline(before: Traffic, after: Traffic, names=("transformers", "VisionPlan"), title="") -> Figure:
     """Above what `before` did, below `after`, on one scale of time: the call, its waits, and the device's work."""
     kinds = [kind for kind in LANES if any(e.kind == kind for t in (before, after) for e in t.timeline)]
-    fig = Figure(figsize=(WIDTH, 1.6 + 0.7 * len(kinds)), layout="constrained", facecolor="white")
+    fig = Figure(figsize=(WIDTH, 1.6 + 0.7 * len(kinds)), layout="constrained")
     for ax, one, name in zip(fig.subplots(2, 1, sharex=True), (before, after), names):
         for y, kind in enumerate(kinds):
             bars = [(e.start_us, e.duration_us) for e in one.timeline if e.kind == kind]

@@ -103,6 +103,8 @@ class _Job:
         if not isinstance(pixel_values, torch.Tensor) or pixel_values.shape != wanted:
             what = tuple(pixel_values.shape) if isinstance(pixel_values, torch.Tensor) else type(pixel_values).__name__
             raise ValueError(f"pixel_values: {what}, but a tensor {wanted} is allowed with this grid_thw and tower")
+        if not pixel_values.is_floating_point():
+            raise ValueError(f"pixel_values: {pixel_values.dtype}, but a floating-point dtype is allowed")
         self.tower, self.device, self.rank = tower, weight.device, rank
         self.share = Share(assign(grid, world, geometry, costs=costs), grid, geometry, rank)
         width = getattr(config, "out_hidden_size", config.hidden_size)  # Qwen2-VL calls it hidden_size

@@ -15,7 +15,7 @@ MESSAGE = 512  # bytes: 1 (0 if the rank failed), 32 of a sha256, and text in UT
 class RankError(RuntimeError):
     """Raised on every rank of a group when one of them could not do its part, or was asked for something else.
 
-    failures: {rank: cause}, of the ranks that failed; empty where the ranks were called with different arguments.
+    failures: {rank in the group: cause}, of the ranks that failed; empty where arguments differ.
     On a rank that failed, `__cause__` is the exception itself.
     """
 
