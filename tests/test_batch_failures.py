@@ -119,9 +119,9 @@ def test_a_full_disk_under_the_state(toy, mounted, tmp_path, capsys):
     jobs = [Job(path.stem, path, {"out": str(tmp_path / "out")}) for path in paths]
     assert runner.run(jobs, root) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("vitkit run: stopped: cannot write ")
-    assert "state.json: No space left on device" in line and "finished: 1_a (1 rows" in line
-    assert state_of(root)["finished"].keys() == {"1_a"} and not list(root.glob("runs/*/state.json.new"))
+    assert line.startswith("vitkit run: stopped: ")
+    assert "state.json: cannot be written (No space left on device)" in line and "finished: 1_a (1 rows" in line
+    assert state_of(root)["finished"].keys() == {"1_a"} and not list(root.glob("runs/*/.state.json.*"))
     assert [len(rows_of(tmp_path / "out", stem)) for stem in ("1_a", "2_fills")] == [1, 1]
 
 

@@ -5,9 +5,10 @@ A CSV gets the rows of the runs that it does not hold yet, so that what arrives 
 
 import csv
 import io
-import os
 import zipfile
 from pathlib import Path
+
+from vitkit.lab.files import write_whole
 
 
 def bring_home(packed: bytes, notebook: str, out: Path, executed: Path) -> tuple[Path, list[dict], list[Path]]:
@@ -21,7 +22,7 @@ def bring_home(packed: bytes, notebook: str, out: Path, executed: Path) -> tuple
     archive = zipfile.ZipFile(io.BytesIO(packed))
     files = {Path(name): archive.read(name) for name in archive.namelist()}
     if Path("executed.ipynb") in files:
-        write(executed, files.pop(Path("executed.ipynb")))
+        write_whole(executed, files.pop(Path("executed.ipynb")))
     table, rows, drawn, written = out / "data" / "results" / f"{notebook}.csv", [], True, []
     for path, content in sorted(files.items(), key=lambda file: file[0].parts[1] == "figures"):  # these last
         path = out / path.relative_to("out")
@@ -35,7 +36,8 @@ def bring_home(packed: bytes, notebook: str, out: Path, executed: Path) -> tuple
         elif path.is_relative_to(out / "figures") and not drawn:
             continue  # those here are of a newer run
         elif not (path.is_relative_to(out / "data" / "env") and path.exists()):
-            write(path, content)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, content)
         written.append(path)
     return table, rows, written
 
@@ -52,18 +54,3 @@ def add_runs(path: Path, incoming: bytes) -> set[str]:
     path.parent.mkdir(parents=True, exist_ok=True)
     append_lines(path, columns, [row for row in rows if row[0] not in known])
     return {row[0] for row in rows}
-
-
-def write(path: Path, content: bytes) -> None:
-    """The whole file or none of it: beside, then renamed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        with open(part, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except OSError:
-        part.unlink(missing_ok=True)
-        raise

@@ -2,11 +2,11 @@
 
 import fcntl
 import json
-import os
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
+from vitkit.lab.files import write_whole
 from vitkit.lab.params import one_line
 
 
@@ -59,17 +59,10 @@ def load(runs: Path, utc: str = "") -> tuple[Path, dict]:
 def note(folder: Path, state: dict, **changes) -> None:
     """Writes state.json so that a reader, or a crash, never meets half of it; Stopped if the disk refuses."""
     state.update(changes)
-    part = folder / "state.json.new"
     try:
-        with open(part, "w") as file:
-            json.dump(state, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, folder / "state.json")
+        write_whole(folder / "state.json", json.dumps(state, indent=1).encode())
     except OSError as error:
-        with suppress(OSError):
-            part.unlink()
-        raise Stopped(f"cannot write {folder / 'state.json'}: {error.strerror}") from None
+        raise Stopped(error) from None
 
 
 @contextmanager
