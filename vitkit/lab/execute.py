@@ -85,7 +85,8 @@ def _kernel_manager():
     class ThisInterpreter(AsyncKernelManager):
         @property
         def kernel_spec(self):
-            own = get_kernel_dict()
+            # At its end a kernel is interrupted; one that is not idle yet would say so on our stderr.
+            own = get_kernel_dict(extra_arguments=["--IPKernelApp.log_level=50"])
             return KernelSpec(**{**own, "argv": [sys.executable, *own["argv"][1:]]})
 
         async def start_kernel(self, **kwargs):
