@@ -50,16 +50,16 @@ def test_run_refuses(no_kernel, capsys, argv, said):
 
 def test_names_and_parameters_mix(no_kernel, monkeypatch):
     plans = []
-    monkeypatch.setattr("vitkit.lab.runner.run", lambda plan, root: plans.append((plan, root)) or 0)
+    monkeypatch.setattr("vitkit.lab.runner.run", lambda jobs, root, **how: plans.append((jobs, root)) or 0)
     assert main(["run", "2", "-p", "threads", "1", "1_a", "-p", "device", "cpu"]) == 0
     assert main(["run", "-p", "device", "cpu", "2"]) == 0
     (first, root), (second, _) = plans
     assert root == no_kernel
-    assert [(path.stem, values) for path, values in first] == [
+    assert [(job.path.stem, job.values) for job in first] == [
         ("2_b", {"threads": 1, "device": "cpu"}),
         ("1_a", {"device": "cpu"}),
     ]
-    assert [path.stem for path, _ in second] == ["2_b"]
+    assert [job.path.stem for job in second] == ["2_b"]
 
 
 def test_help_lists_the_commands(capsys):

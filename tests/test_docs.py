@@ -38,7 +38,7 @@ def test_commands_and_files_exist(page):
 
 def test_readme_names_every_page():
     assert all(f"(docs/{name})" in read("README.md") for name in
-               ("measuring.md", "extending.md", "upstream.md", "results.md"))  # fmt: skip
+               ("measuring.md", "extending.md", "upstream.md", "results.md", "cluster.md"))  # fmt: skip
 
 
 def test_results_name_every_device_and_hold_no_number_of_a_row():

@@ -7,6 +7,7 @@ What cannot be done is refused in one line on stderr with exit status 2, before 
 import argparse
 import sys
 from importlib import import_module
+from inspect import getdoc
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -52,23 +53,58 @@ def refuse(command: str, message) -> int:
 
 
 def run(argv: list[str]) -> int:
-    parser = Parser(prog="vitkit run", description="Executes notebooks in order, into runs/<utc>/.")
+    """Executes notebooks, each with every combination of the values given, into runs/<utc>/.
+
+    A value goes to the notebooks that know its name; a name that none knows and a value of another type are refused
+    before anything runs. Exit status: 0 all finished, 1 a notebook failed, 2 refused, 130 interrupted.
+    """
+    parser = Parser(prog="vitkit run", description=getdoc(run), formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="notebook", help="its name, number, or a part of it; none: all")
     parser.add_argument(
-        "-p", dest="parameters", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"),
+        "-p", dest="given", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"),
         help="a value of a notebook's cell tagged parameters, such as: -p device cpu -p size tiny",
+    )  # fmt: skip
+    parser.add_argument(
+        "--sweep", action="append", default=[], metavar="NAME=V1,V2",
+        help="run with each of these values; several sweeps: all combinations",
+    )  # fmt: skip
+    parser.add_argument(
+        "--params", default="", metavar="FILE",
+        help="YAML: a mapping of names to values, or a list of mappings, each of which is run; -p and --sweep win",
+    )  # fmt: skip
+    parser.add_argument("--dry-run", action="store_true", help="print what would run, and write nothing")
+    parser.add_argument(
+        "--resume", nargs="?", const="", metavar="UTC",
+        help="run what is missing of the batch in runs/<UTC>, or of the newest one that has not finished",
+    )  # fmt: skip
+    stop = parser.add_mutually_exclusive_group()
+    stop.add_argument("--keep-going", action="store_true", help="after a failure run the others (the default)")
+    stop.add_argument("--stop", action="store_true", help="after a failure run no other; --resume goes on")
+    parser.add_argument(
+        "--scheduler", default="", metavar="ADDRESS",
+        help="tcp://host:8786, a Dask scheduler: its workers run the notebooks, and all results come here",
     )  # fmt: skip
     args = parser.parse_intermixed_args(argv)
     try:
-        from vitkit.lab import params, results, runner
+        from vitkit.lab import batch, results, runner, states
 
-        root = results.repo_root()
-        plan = params.make_plan(args.names, args.parameters, root / "notebooks")
+        root, away, earlier = results.repo_root(), bool(args.scheduler), None
+        if args.resume is None:
+            jobs = batch.make_jobs(args.names, args.given, args.sweep, args.params, root / "notebooks", away=away)
+        elif args.names or args.given or args.sweep or args.params:
+            return refuse("vitkit run", "--resume takes notebooks and values from the earlier batch: give none here")
+        else:
+            earlier = states.load(root / "runs", args.resume)
+            jobs = batch.missing_jobs(earlier[1], root / "notebooks", away=away)
+        batch.check_outputs(jobs, root)
+        if args.dry_run or not jobs:
+            print(batch.preview(jobs))
+            return 0
+        return runner.run(jobs, root, stop=args.stop, scheduler=args.scheduler, earlier=earlier)
     except ValueError as error:
         return refuse("vitkit run", error)
     except ModuleNotFoundError as error:
         return refuse("vitkit run", f"{error.name} is not installed; pip install -r requirements.txt")
-    return runner.run(plan, root)
 
 
 def rotary(argv: list[str]) -> int:

@@ -1,152 +1,170 @@
-"""Executes notebooks one after another through papermill, and keeps on disk what had finished.
+"""Executes a batch, one notebook after another or on a Dask cluster, and keeps on disk what has finished.
 
 Executed notebooks and `state.json` lie in runs/<utc>/; the rows, environments and figures lie where the notebooks
-write them. papermill marks cells completed after a kernel's death, so a notebook has finished only if nothing was
-raised and rows of a new run stand in its data/results/<device>/<notebook>.csv; or new figures, in the case of one that
-measures nothing, such as the tour.
+write them, each row on the disk as soon as it is measured. Standard output tells what goes on; whatever went wrong is
+one line on stderr at the end.
 """
 
-import fcntl
-import json
-import os
 import signal
 import sys
 import time
-from contextlib import contextmanager
-from datetime import UTC, datetime
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from vitkit.lab.params import one_line, scratch
+from vitkit.lab import execute, states
+from vitkit.lab.batch import Job, describe
+from vitkit.lab.execute import Target
 
 INTERRUPTED = 130
 
 
-def run(plan: list[tuple[Path, dict]], root: Path) -> int:
-    """Executes `plan`, [(notebook, values)] as `params.make_plan` returns it; returns the exit status.
+def run(jobs: list[Job], root: Path, *, stop: bool = False, scheduler: str = "", earlier=None) -> int:
+    """Executes `jobs` and returns the exit status.
 
-    0: all finished; 1: a notebook failed, and the others ran all the same; 130: interrupted.
+    0: all finished; 1: one failed, and the others ran all the same, or with `stop` were left; 130: interrupted.
+    scheduler: address of a Dask scheduler whose workers execute them. earlier: (folder, state) of the batch that is
+    gone on with, as `states.load` returns it. ValueError, before anything runs, if that one is still going on, if runs/
+    cannot be written or if the scheduler does not answer.
     """
-    runs = Path(root) / "runs"
-    runs.mkdir(parents=True, exist_ok=True)
-    with open(runs / ".lock", "w") as lock, _signals_as_interrupt():
-        _say_what_came_before(runs, lock)
-        folder, state = _new_run(runs, plan)
-        done = []
+    folder = Path(root) / "runs"
+    with states.lock(folder) as alone, _signals_as_interrupt():
+        if earlier and not alone:
+            raise ValueError("another run is going on here: wait for its end")
+        if not alone:
+            print("another run is going on here: the two will disturb each other's timings", flush=True)
+        elif not earlier:
+            states.say_what_came_before(folder)
+        if scheduler:
+            from vitkit.lab import cluster
+
+            cluster.check_jobs(jobs)
+            way = cluster.connect(scheduler)
+        else:
+            way = _one_after_another
+        batch = Batch(jobs, Path(root), *(earlier or states.new_run(folder, jobs)))
         try:
-            for i, (path, values) in enumerate(plan):
-                print(f"[{i + 1}/{len(plan)}] {path.stem}", flush=True)
-                _note(folder, state, running=path.stem)
-                try:
-                    target = Target(path, values, Path(root))
-                    _execute(path, values, folder / path.name)
-                    rows = target.new_rows()
-                    if not rows and not target.drawn():
-                        raise RuntimeError(f"no row was written to {target.csv}")
-                    state["finished"][path.stem] = {"rows": len(rows), "csv": _short(target.csv, root)}
-                    done.append((target, rows))
-                except Exception as error:
-                    state["failed"][path.stem] = _describe(error)
-                    print(f"{path.stem} failed: {_describe(error)}\n  {_short(folder / path.name, root)}", flush=True)
-                _note(folder, state, running=None)
-            _note(folder, state, status="failed" if state["failed"] else "finished")
-            _report(state, done, folder, root)
+            batch.note(status="running", running=None)
+            way(batch, stop)
+            batch.note(running=None, status="finished" if batch.complete() else "failed")
+            batch.report()
         except KeyboardInterrupt:
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_IGN)  # what is left takes no time; restored on the way out
-            _kill_kernels()
-            _note(folder, state, status="interrupted")
-            print(f"\ninterrupted{_at(state)}; {_finished(state)}", flush=True)
-            print(f"state and executed notebooks: {_short(folder, root)}/", flush=True)
+            execute.kill_kernels()
+            batch.leave(f"interrupted{states.at(batch.state)}")
             return INTERRUPTED
-    return 1 if state["failed"] else 0
+        except states.Stopped as error:
+            batch.leave(f"stopped: {error}")
+        return 0 if batch.complete() else 1
 
 
-class Target:
-    """Where a notebook writes, and what stood there before it ran."""
+class Batch:
+    """A batch under way: its jobs, its folder runs/<utc>, and the state that is noted there at every step."""
 
-    def __init__(self, path: Path, values: dict, root: Path):
-        from vitkit.lab.env import device_slug, resolve_device
+    def __init__(self, jobs: list[Job], root: Path, folder: Path, state: dict):
+        self.jobs, self.root, self.folder, self.state = jobs, root, folder, state
+        self.done, self.started = [], {}  # done: (notebook, its rows, files written)
 
-        self.name, self.root = path.stem, Path(values.get("out") or root / scratch(values.get("size", "")))
-        self.slug = device_slug(resolve_device(values.get("device", "auto")))
-        self.csv = self.root / "data" / "results" / self.slug / f"{self.name}.csv"
-        self.before = len(_rows(self.csv))
-        self.start = time.time()
+    def begin(self, job: Job) -> None:
+        number = [other.key for other in self.jobs].index(job.key) + 1
+        print(f"[{number}/{len(self.jobs)}] {job.key}  {describe(job.values)}", flush=True)
+        self.started[job.key] = time.monotonic()
+        self.state["failed"].pop(job.key, None)  # of an earlier try
+        self.note(running=", ".join(self.started))
 
-    def new_rows(self) -> list[dict]:
-        """The rows appended since; of an earlier run where it has been gone on with."""
-        return _rows(self.csv)[self.before :]
+    def finish(self, job: Job, csv: Path, rows: list[dict], written: list[Path]) -> None:
+        self.done.append((job.path.stem, rows, written))
+        ids = sorted({row["run_id"] for row in rows})
+        self._end(job, "finished", {"rows": len(rows), "csv": self.short(csv), "run_ids": ids})
 
-    def written(self, rows: list[dict]) -> list[Path]:
-        """The files of this run: rows, environments, figures."""
-        env = [self.root / "data" / "env" / f"{i}.json" for i in sorted({row["env_id"] for row in rows})]
-        counts = self.csv.with_name(f"{self.name}-counts.csv")
-        return [*(path for path in (self.csv, counts, *env) if path.exists()), *self.drawn()]
+    def fail(self, job: Job, why: str) -> None:
+        print(f"{job.key} failed: {why}\n  {self.short(self.folder / job.key)}.ipynb", flush=True)
+        self._end(job, "failed", why)
 
-    def drawn(self) -> list[Path]:
-        """Figures and tables written since."""
-        figures = sorted((self.root / "figures" / self.slug).glob(f"{self.name}-*"))
-        return [path for path in figures if path.stat().st_mtime >= self.start - 1]  # file systems round down
+    def complete(self) -> bool:
+        return all(key in self.state["finished"] for key in self.state["planned"])
 
+    def note(self, **changes) -> None:
+        states.note(self.folder, self.state, **changes)
 
-def _rows(path: Path) -> list[dict]:
-    from vitkit.lab.rows import read_rows
+    def short(self, path: Path) -> str:
+        return str(path.relative_to(self.root) if path.is_relative_to(self.root) else path)
 
-    return read_rows(path).to_dict("records") if path.exists() and path.stat().st_size else []
+    def report(self) -> None:
+        """What was measured and where it lies, then a line for every job."""
+        from vitkit.lab.overview import overview
 
+        for name, rows, _ in self.done:
+            print(f"\n{overview(name, rows) if rows else f'{name}: figures, no rows'}")
+        print("\nexecuted notebooks")
+        for path in sorted(self.folder.glob("*.ipynb")):
+            print(f"  {self.short(path)}")
+        print("rows, environments and figures")
+        for path in dict.fromkeys(path for _, _, written in self.done for path in written):
+            print(f"  {self.short(path)}")
+        print("\n" + summary(self.state), flush=True)
+        for key, why in self.state["failed"].items():
+            _tell(f"{key} failed: {why}")
 
-def _execute(path: Path, values: dict, output: Path) -> None:
-    import papermill
+    def leave(self, why: str) -> None:
+        """The end of a batch that stopped on the way."""
+        with suppress(states.Stopped):  # a state left at "running" reads as interrupted too
+            self.note(status="interrupted")
+        print("\n" + summary(self.state))
+        print(f"state and executed notebooks: {self.short(self.folder)}/")
+        print(f"  python -m vitkit run --resume {self.state['utc']} runs what is missing", flush=True)
+        _tell(f"{why}; {states.finished(self.state)}")
 
-    # Silences a warning of the debugger that would otherwise stand in every executed notebook.
-    os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")
-    # The kernel imports the library that this process runs, wherever another one may be installed.
-    here = str(Path(__file__).resolve().parents[2])
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
-    bar = {"desc": path.stem, "mininterval": 0.1 if sys.stderr.isatty() else 10.0}
-    papermill.execute_notebook(
-        str(path),
-        str(output),
-        parameters=values,
-        kernel_name="python3",
-        kernel_manager_class=_kernel_manager(),
-        progress_bar=bar,
-        log_output=False,
-        cwd=str(path.parent),  # as in JupyterLab
-    )
-
-
-_kernels = []
-
-
-def _kernel_manager():
-    """A kernel manager whose kernels run in this interpreter, whatever kernels Jupyter's search path names python3."""
-    import zmq
-    from ipykernel.kernelspec import get_kernel_dict
-    from jupyter_client import AsyncKernelManager
-    from jupyter_client.kernelspec import KernelSpec
-
-    class ThisInterpreter(AsyncKernelManager):
-        @property
-        def kernel_spec(self):
-            own = get_kernel_dict()
-            return KernelSpec(**{**own, "argv": [sys.executable, *own["argv"][1:]]})
-
-        async def start_kernel(self, **kwargs):
-            _kernels.append(self)
-            if self.has_trait("transport_encryption") and zmq.has("curve"):  # else a new kernel warns of plain text
-                self.transport_encryption = "auto"
-            await super().start_kernel(**kwargs)
-
-    return ThisInterpreter
+    def _end(self, job: Job, state: str, what) -> None:
+        self.state[state][job.key] = what
+        seconds = self.state.setdefault("seconds", {})
+        seconds[job.key] = round(time.monotonic() - self.started.pop(job.key), 1)
+        self.note(running=", ".join(self.started) or None)
 
 
-def _kill_kernels() -> None:
-    """Ends the kernels at once: what a notebook has added to its results is on the disk already."""
-    for manager in _kernels:
-        process = getattr(manager.provisioner, "process", None)
-        if process is not None and process.poll() is None:
-            process.kill()
+def summary(state: dict) -> str:
+    """A table with a line for every job of a batch: whether it finished, its rows, how long it took."""
+    lines = [("run", "state", "rows", "seconds", "values")]
+    for key in state["planned"]:
+        how = next((how for how in ("finished", "failed") if key in state[how]), "not run")
+        rows = str(state["finished"][key]["rows"]) if how == "finished" else ""
+        seconds = state.get("seconds", {}).get(key, "") if how != "not run" else ""
+        lines.append((key, how, rows, str(seconds), describe(state["parameters"][key])))
+    widths = [max(len(line[i]) for line in lines) for i in range(4)]
+    sides = (str.ljust, str.ljust, str.rjust, str.rjust)
+    texts = ["  ".join([*(side(x, n) for side, x, n in zip(sides, line, widths)), line[4]]) for line in lines]
+    return "\n".join(texts)
+
+
+def _tell(line: str) -> None:
+    print(f"vitkit run: {line}", file=sys.stderr, flush=True)
+
+
+def _one_after_another(batch: Batch, stop: bool) -> None:
+    for job in batch.jobs:
+        batch.begin(job)
+        target = None
+        try:
+            target = Target(job.path, job.values, batch.root)
+            execute.execute(job.path, job.values, batch.folder / f"{job.key}.ipynb")
+            rows = target.new_rows()
+            if not rows and not target.drawn():
+                raise RuntimeError(f"no row was written to {target.csv}")
+        except Exception as error:
+            batch.fail(job, execute.describe(error) + _kept(target))
+            if stop:
+                return
+        else:
+            batch.finish(job, target.csv, rows, target.written(rows))
+
+
+def _kept(target: Target | None) -> str:
+    """What a notebook that failed had measured before."""
+    try:
+        rows = target.new_rows() if target else []
+    except (OSError, ValueError):  # the file itself may be what is wrong
+        rows = []
+    return f"; {len(rows)} rows measured before it are kept in {target.csv}" if rows else ""
 
 
 @contextmanager
@@ -154,7 +172,7 @@ def _signals_as_interrupt():
     """SIGTERM and SIGINT raise KeyboardInterrupt, even where a shell started us with SIGINT ignored."""
 
     def interrupt(number, frame):
-        _kill_kernels()  # asked politely, a busy one would print a traceback and take seconds
+        execute.kill_kernels()  # asked politely, a busy one would print a traceback and take seconds
         raise KeyboardInterrupt
 
     before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -163,88 +181,3 @@ def _signals_as_interrupt():
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _new_run(runs: Path, plan) -> tuple[Path, dict]:
-    """A new folder runs/<utc> and its state."""
-    stamp = utc = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
-    for again in range(2, 100):
-        try:
-            (runs / utc).mkdir()
-            break
-        except FileExistsError:
-            utc = f"{stamp}-{again}"
-    state = {"utc": utc, "status": "running", "running": None, "planned": [path.stem for path, _ in plan]}
-    state |= {"finished": {}, "failed": {}, "parameters": {path.stem: values for path, values in plan}}
-    _note(runs / utc, state)
-    return runs / utc, state
-
-
-def _note(folder: Path, state: dict, **changes) -> None:
-    """Writes state.json so that a reader, or a crash, never meets half of it."""
-    state.update(changes)
-    with open(folder / "state.json.new", "w") as file:
-        json.dump(state, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(folder / "state.json.new", folder / "state.json")
-
-
-def _say_what_came_before(runs: Path, lock) -> None:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system drops it when this process ends, however it ends
-    except OSError:
-        print("another run is going on here: the two will disturb each other's timings", flush=True)
-        return
-    states = sorted(runs.glob("*/state.json"), key=lambda path: path.stat().st_mtime)
-    try:
-        state = json.loads(states[-1].read_text()) if states else {"status": "finished"}
-    except ValueError:
-        return
-    if state["status"] == "failed":
-        print(
-            f"the previous run ({state['utc']}) failed at {', '.join(state['failed'])}; {_finished(state)}", flush=True
-        )
-    elif state["status"] != "finished":
-        print(f"the previous run ({state['utc']}) was interrupted{_at(state)}; {_finished(state)}", flush=True)
-
-
-def _at(state: dict) -> str:
-    return f" at {state['running']}" if state["running"] else ""
-
-
-def _finished(state: dict) -> str:
-    done = [
-        f"{name} ({what['rows']} rows in {what['csv']})" if what["rows"] else name
-        for name, what in state["finished"].items()
-    ]
-    return f"finished: {', '.join(done) or 'none'}"
-
-
-def _report(state: dict, done, folder: Path, root) -> None:
-    from vitkit.lab.overview import overview
-
-    for target, rows in done:
-        print(f"\n{overview(target.name, rows) if rows else f'{target.name}: figures, no rows'}")
-    print("\nexecuted notebooks")
-    for path in sorted(folder.glob("*.ipynb")):
-        print(f"  {_short(path, root)}")
-    print("rows, environments and figures")
-    for path in dict.fromkeys(path for target, rows in done for path in target.written(rows)):
-        print(f"  {_short(path, root)}")
-    for name, error in state["failed"].items():
-        print(f"failed: {name}: {error}", flush=True)
-    sys.stdout.flush()
-
-
-def _short(path: Path, root) -> str:
-    path = Path(path)
-    return str(path.relative_to(root) if path.is_relative_to(root) else path)
-
-
-def _describe(error: Exception) -> str:
-    """One line: of a cell's error its number, first line of source, and what was raised."""
-    if hasattr(error, "ename"):
-        source = next((line for line in error.source.splitlines() if line.strip()), "")
-        return one_line(f"cell [{error.exec_count}] `{source.strip()}`: {error.ename}: {error.evalue}")
-    return one_line(f"{type(error).__name__}: {error}")

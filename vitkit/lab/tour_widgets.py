@@ -25,7 +25,7 @@ class Explorer:
         import ipywidgets
 
         self.draw, self.photo, self._holds = draw, photo, False
-        make = partial(ipywidgets.IntSlider, style={"description_width": "150px"}, layout={"width": "330px"})
+        make = partial(ipywidgets.IntSlider, style={"description_width": "150px"}, layout={"width": "310px"})
         self.sliders = {
             name: make(
                 values[name], int(name not in ("window", "patch")), MOST.get(name, values[name]), description=label
@@ -36,11 +36,8 @@ class Explorer:
         self.image = ipywidgets.Image(
             value=draw(photo, **values)._repr_png_(), format="png", layout={"max_width": "100%"}
         )
-        rows = [
-            ipywidgets.HBox([self.sliders[name] for name in names])
-            for names in (["t", "h", "w"], ["window", "merge", "patch"])
-        ]
-        self.box = ipywidgets.VBox([*rows, self.image])
+        controls = ipywidgets.HBox(list(self.sliders.values()), layout={"flex_flow": "row wrap"})  # for narrow pages
+        self.box = ipywidgets.VBox([controls, self.image])
         for slider in self.sliders.values():
             slider.observe(self._changed, "value")
 
