@@ -18,7 +18,8 @@ DEVICES = sorted(path.name for path in (ROOT / "data" / "results").iterdir())
 HEADINGS = {
     "plain": ["Environment", "Results", "Accuracy", "Traffic", "Figures"],
     "vllm": ["Purpose", "Test Plan", "Test Result"],
-    "sglang": ["Motivation", "Modifications", "Accuracy Tests", "Benchmarking and Profiling", "Checklist"],
+    "sglang": ["Motivation", "Modifications", "Accuracy Tests", "Benchmarking and Profiling", "Checklist"]
+    + ["Review Process"],
     "transformers": ["Before submitting", "Who can review?"],
 }
 
@@ -195,6 +196,16 @@ def test_what_is_slow_or_red_is_said(tmp_path):
     assert "- 2_toy a peer, (rot_pos_ids, liger, fwd, int32, red, e2e): ImportError: no liger" in text
     assert "- 2_toy (triton, a): 1.5 of the error allowed" in text
     assert "5 of 7 rows passed" in text and "python -m vitkit run 2_toy -p device cuda\n" in text
+
+
+def test_one_rank_is_set_against_one_process(tmp_path):
+    """And a check whose error was not kept says that it passed, not that the error was 0."""
+    ways = [{"op": "encode", "impl": impl, "median_us": us} for impl, us in (("frames", 50), ("one_process", 40))]
+    add_rows(tmp_path, ways)
+    add_counts(tmp_path, [("a", "frames, 2 on the CPU", results.SHARE, 0, "1")])
+    text = write(root=tmp_path)
+    assert "### `encode`: `one_process` before, `frames` after" in text and "(0.8)" in text
+    assert "| frames, 2 on the CPU | 1 | passed |" in text and "relative errors" not in text
 
 
 def test_only_red_rows(tmp_path):

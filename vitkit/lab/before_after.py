@@ -8,8 +8,8 @@ from .overview import LIMITS
 from .peers import PEERS
 from .tables import baseline, is_correct, params
 
-SHARED = "whole_images_padded"  # today's way of sharing a batch out over ranks
-IN_USE = ("reference", "eager", SHARED, "whole_images", "one_process")  # today's ways, in this library's words
+ALONE, SHARED = "one_process", "whole_images_padded"  # today's ways of encoding a batch, on one rank and on several
+IN_USE = ("reference", "eager", SHARED, "whole_images", ALONE)  # today's ways, in this library's words
 WHOLE = ("auto", "accelerate", "frames")  # what a user gets who chooses nothing
 OTHER_CALLS = ("in_place", "from_pos", "low")  # the same rotation by another call: not set against the plain one
 SERIES = ("direction", "clock", "dtype", "D", "threads", "ranks")  # what tells the series of one op apart
@@ -52,7 +52,7 @@ def compare_ways(rows: pd.DataFrame) -> tuple[pd.DataFrame, str, str]:
     workload is in the table as soon as either side has a row.
     """
     before = baseline(rows) if is_correct(rows).any() else next(iter(rows["impl"]))
-    before = SHARED if SHARED in set(rows["impl"]) else before
+    before = next((impl for impl in (SHARED, ALONE) if impl in set(rows["impl"])), before)
     ours = after(rows, before)
     others = [impl for impl in dict.fromkeys(rows["impl"]) if impl in (*PEERS, *IN_USE, before)]
     varying = [name for name in SERIES if rows[name].nunique() > 1]

@@ -124,6 +124,10 @@ SGLANG = """## Motivation
 - [ ] The documentation follows the change.
 - [ ] Results for accuracy and speed are above.
 - [ ] The code follows the project's style.
+
+## Review Process
+
+<!-- Keep the steps that the form lists here: whom to ask, whose approval is needed, how CI is started. -->
 """
 
 TRANSFORMERS = """# What does this PR do?
