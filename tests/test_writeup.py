@@ -10,6 +10,7 @@ from results_files import add_counts, add_rows
 
 from vitkit.cli import main
 from vitkit.lab import results, runs
+from vitkit.lab.workloads import read_grids
 from vitkit.lab.writeup import write
 from vitkit.lab.writeup_styles import STYLES
 
@@ -206,6 +207,20 @@ def test_one_rank_is_set_against_one_process(tmp_path):
     text = write(root=tmp_path)
     assert "### `encode`: `one_process` before, `frames` after" in text and "(0.8)" in text
     assert "| frames, 2 on the CPU | 1 | passed |" in text and "relative errors" not in text
+
+
+def test_own_grids_are_named_by_their_shape_and_can_be_measured_again(tmp_path):
+    own = {"own line 2": [[1, 76, 136]], "tower, own batch b": [[1, 4, 4]] * 4, "1x8x8": [[1, 8, 8]]}
+    for case, grid in own.items():
+        for impl in ("transformers", "triton"):
+            add_rows(tmp_path, [{"case": case, "grid_thw": grid, "impl": impl, "median_us": 5}])
+    text = write(root=tmp_path)
+    cases = [line["case"] for _, body in tables(text) for line in body if "before µs" in line]
+    assert sorted(cases) == ["1x8x8", "own line 2: 1x76x136", "tower, own batch b: 1x4x4, 1x4x4, 1x4x4 and 1 more"]
+    file = tmp_path / "grids1.jsonl"
+    file.write_text(re.search(r"cat > grids1.jsonl <<'EOF'\n(.*?)EOF\n", text, re.DOTALL)[1])
+    assert [grid for _, grid in read_grids(str(file))] == [[[1, 76, 136]], [[1, 4, 4]] * 4]
+    assert "vitkit run 2_toy -p device cuda -p grids grids1.jsonl\n" in text
 
 
 def test_only_red_rows(tmp_path):

@@ -1,6 +1,8 @@
 """Tables for a writeup, from the rows of one run: before, after and speedup of every workload, and their means."""
 
+import json
 import math
+import re
 
 import pandas as pd
 
@@ -15,6 +17,7 @@ OTHER_CALLS = ("in_place", "from_pos", "low")  # the same rotation by another ca
 SERIES = ("direction", "clock", "dtype", "D", "threads", "ranks")  # what tells the series of one op apart
 SAME = ["op", "direction", "dtype", "clock", "cache", "case", "grid_thw", "params"]
 FAILED = "failed"
+OWN = r"(?:.*, )?(?:own (?:line|batch) |given$)"  # cases named by `workloads.read_grids`; a tower stands before a comma
 
 
 def plain(rows: pd.DataFrame, section="") -> pd.DataFrame:
@@ -60,7 +63,7 @@ def compare_ways(rows: pd.DataFrame) -> tuple[pd.DataFrame, str, str]:
     for _, group in rows[rows["impl"].isin([ours, *others])].groupby(SAME, sort=False):
         first = group.iloc[0]
         line = {name: first[name] for name in varying}
-        line |= {"patches": first["n_tokens"], "images": first["n_images"], "case": first["case"]}
+        line |= {"patches": first["n_tokens"], "images": first["n_images"], "case": named(first)}
         old, new = _median(group, before), _median(group, ours)
         line |= {"before µs": old, "after µs": new, "speedup": _over(old, new)}
         times = {impl: _median(group, impl) for impl in others}
@@ -70,6 +73,25 @@ def compare_ways(rows: pd.DataFrame) -> tuple[pd.DataFrame, str, str]:
         lines.append(line)
     out = pd.DataFrame(lines)
     return out.sort_values([*varying, "patches", "images"], ignore_index=True), before, ours
+
+
+def own_grids(rows: pd.DataFrame) -> dict[str, list]:
+    """{case: grid_thw} of the user's own grids (-p grids)."""
+    own = rows[rows["case"].astype(str).str.match(OWN)]
+    return dict(zip(own["case"], own["grid_thw"].map(_as_list)))
+
+
+def named(row) -> str:
+    """The case, and for the user's own, whose names only count lines, up to three of its t x h x w."""
+    if not re.match(OWN, str(row["case"])):
+        return row["case"]
+    grid = _as_list(row["grid_thw"])
+    shapes = ", ".join("x".join(map(str, image)) for image in grid[:3])
+    return f"{row['case']}: {shapes}{f' and {len(grid) - 3} more' if len(grid) > 3 else ''}"
+
+
+def _as_list(grid_thw) -> list:
+    return json.loads(grid_thw) if isinstance(grid_thw, str) else grid_thw
 
 
 def means(table: pd.DataFrame) -> pd.DataFrame:

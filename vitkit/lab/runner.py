@@ -5,6 +5,7 @@ write them, each row on the disk as soon as it is measured. Standard output tell
 one line on stderr at the end.
 """
 
+import re
 import signal
 import sys
 import time
@@ -92,10 +93,16 @@ class Batch:
 
     def report(self) -> None:
         """What was measured and where it lies, then a line for every job."""
+        from vitkit.lab.before_after import OWN
         from vitkit.lab.overview import overview
 
         for name, rows, _ in self.done:
             print(f"\n{overview(name, rows) if rows else f'{name}: figures, no rows'}")
+            own = [row for row in rows if re.match(OWN, str(row["case"]))]
+            if own:
+                print(overview("  your own grids", own))
+            if rows:
+                print(f"  run {rows[-1]['run_id']}")
         print("\nexecuted notebooks")
         for path in sorted(self.folder.glob("*.ipynb")):
             print(f"  {self.short(path)}")

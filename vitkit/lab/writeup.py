@@ -3,6 +3,7 @@
 Every number is a cell of data/results, or computed from such cells; what failed its check is named.
 """
 
+import json
 import os
 from pathlib import Path
 
@@ -195,19 +196,23 @@ def _figures(root, chosen, newest, link) -> str:
 
 def _commands(chosen, style, own) -> str:
     device = "cpu" if chosen[0].device.startswith("cpu-") else "cuda"
-    groups = {}
+    groups, lines = {}, ["make install"]
     for one in chosen:
-        groups.setdefault(_threads(one), []).append(one.notebook)
-    lines = ["make install"]
-    for threads, notebooks in groups.items():
+        grids = list(before_after.own_grids(one.rows).values())
+        groups.setdefault((_threads(one), json.dumps(grids)), []).append(one.notebook)
+    for i, ((threads, grids), notebooks) in enumerate(groups.items(), start=1):
         more = f" -p threads {threads[0]}" if len(threads) == 1 and threads != (1,) else ""
+        if grids != "[]":  # each line is a batch, as it was; their names count lines
+            more += f" -p grids grids{i}.jsonl"
+            batches = [json.dumps({"grid_thw": grid}) for grid in json.loads(grids)]
+            lines += [f"cat > grids{i}.jsonl <<'EOF'", *batches, "EOF"]
         lines.append(f".venv/bin/python -m vitkit run {' '.join(notebooks)} -p device {device}{more}")
     if any(len(before_after.plain(one.rows, "published")) for one in chosen):
         lines.append(f".venv/bin/python -m vitkit rotary --device {device}")
     ids = "".join(f" --run {one.run_id}" for one in chosen)
     place = "" if own else " --root ROOT"
     lines.append(f".venv/bin/python -m vitkit writeup --style {style} --device {chosen[0].device}{ids}{place}")
-    prompt = "<!-- Rows do not tell the other parameters: add those that you gave (-p size, -p grids). -->"
+    prompt = "<!-- Rows do not tell the other parameters: add those that you gave (such as -p size). -->"
     return "\n".join(["```", *lines, "```"]) + f"\n\n{prompt}"
 
 
