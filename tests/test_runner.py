@@ -55,7 +55,7 @@ def test_failures_do_not_stop_the_others(toy, tmp_path, capsys, monkeypatch):
         toy("2_dies", "import os\nos._exit(0)", "y = 2"),
         toy("3_writes_nothing", "z = 3"),
         toy("3_draws", DRAW.format("3_draws")),
-        toy("4_works", here, RUN.format("4_works"), "assert size == 'cpu'"),
+        toy("4_works", here, RUN.format("4_works").replace('"a"', '"own line 1"'), "assert size == 'cpu'"),
     ]
     jobs = [Job(path.stem, path, {"size": "cpu"} if path.stem == "4_works" else {}) for path in paths]
     assert runner.run(jobs, tmp_path) == 1
@@ -73,6 +73,7 @@ def test_failures_do_not_stop_the_others(toy, tmp_path, capsys, monkeypatch):
     assert "3_draws: figures, no rows" in said and f"figures/{device_slug('cpu')}/3_draws-empty.svg" in said
     assert "[5/5] 4_works" in said and f"{folder}/1_raises.ipynb" in said
     assert "4_works: 2 rows, all correct" in said and "4.50x transformers" in said
+    assert "your own grids: 2 rows" in said and f"\n  run {state['finished']['4_works']['run_ids'][0]}\n" in said
     assert f"data/results/{device_slug('cpu')}/4_works.csv" in said and "data/env/" in said
     assert (tmp_path / folder / "4_works.ipynb").exists()
 
