@@ -164,6 +164,10 @@ def test_an_output_without_permission(tmp_path):
 def test_refused_with_a_line(toy, tmp_path, status):
     toy("1_a", parameters=OUT + "\nthreads: int = 1")
     assert status("--scheduler", "tcp://127.0.0.1:1")[0] == 2
+    assert status("--scheduler", "nonsense") == (
+        2,
+        "vitkit run: --scheduler nonsense: an address such as tcp://host:8786 is allowed\n",
+    )
     assert status("-p", "device", "cuda:77")[1].startswith("vitkit run: device='cuda:77': ")
     assert "threads='x': an integer is allowed" in status("--sweep", "threads=1,x")[1]
     path = toy("2_b")

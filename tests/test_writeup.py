@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+import shutil
 from statistics import geometric_mean
 
 import pytest
@@ -196,7 +197,7 @@ def test_what_is_slow_or_red_is_said(tmp_path):
     assert "- 2_toy (rot_pos_ids, triton, fwd, int32, red, e2e): another value" in text
     assert "- 2_toy a peer, (rot_pos_ids, liger, fwd, int32, red, e2e): ImportError: no liger" in text
     assert "- 2_toy (triton, a): 1.5 of the error allowed" in text
-    assert "5 of 7 rows passed" in text and "python -m vitkit run 2_toy -p device cuda\n" in text
+    assert "5 of 7 rows passed" in text and "python -m vitkit run 2_toy -p device cuda -p out ROOT\n" in text
 
 
 def test_one_rank_is_set_against_one_process(tmp_path):
@@ -220,7 +221,17 @@ def test_own_grids_are_named_by_their_shape_and_can_be_measured_again(tmp_path):
     file = tmp_path / "grids1.jsonl"
     file.write_text(re.search(r"cat > grids1.jsonl <<'EOF'\n(.*?)EOF\n", text, re.DOTALL)[1])
     assert [grid for _, grid in read_grids(str(file))] == [[[1, 76, 136]], [[1, 4, 4]] * 4]
-    assert "vitkit run 2_toy -p device cuda -p grids grids1.jsonl\n" in text
+    assert "vitkit run 2_toy -p device cuda -p grids grids1.jsonl -p out ROOT\n" in text
+
+
+@pytest.mark.parametrize("place, given", [("mine", "-p out mine"), ("runs/tiny", "-p size tiny")])
+def test_a_root_within_the_repository_can_be_repeated_as_printed(place, given, tmp_path, monkeypatch):
+    (tmp_path / "data").mkdir()
+    shutil.copy(ROOT / "data" / "published.json", tmp_path / "data")
+    monkeypatch.setattr(results, "repo_root", lambda: tmp_path)
+    toy(tmp_path / place)
+    text = write(root=tmp_path / place)
+    assert f"vitkit run 2_toy -p device cuda {given}\n" in text and f" --root {place}\n" in text
 
 
 def test_only_red_rows(tmp_path):

@@ -8,6 +8,7 @@ that nothing is lost or counted twice. docs/cluster.md shows how to start a clus
 import io
 import json
 import logging
+import re
 import secrets
 import time
 import zipfile
@@ -29,6 +30,8 @@ def check_jobs(jobs: list[Job]) -> None:
 
 def connect(address: str):
     """The function that executes a batch there: (batch, stop) -> None. ValueError if no scheduler answers."""
+    if not re.fullmatch(r"\w+://.+:\d+", address):  # a client of anything else complains again when it is deleted
+        raise ValueError(f"--scheduler {address}: an address such as tcp://host:8786 is allowed")
     try:
         import cloudpickle
         from distributed import Client

@@ -44,7 +44,7 @@ def write(style="plain", *, device="", run_ids=(), root=None, out=None, base="")
         "traffic": _traffic(chosen),
         "figures": _figures(root, chosen, runs.newest_of(there, chosen[0].device), link),
         "failed": "\n".join(f"- {one.notebook} {line}" for one in chosen for line in one.failed()) or "None.",
-        "commands": _commands(chosen, style, root == results.repo_root()),
+        "commands": _commands(chosen, style, root),
         "full_environment": _full_environment(root, chosen),
     }
     return STYLES[style].format(**blocks)
@@ -194,8 +194,11 @@ def _figures(root, chosen, newest, link) -> str:
     return "\n\n".join(out) or "No figure was saved."
 
 
-def _commands(chosen, style, own) -> str:
+def _commands(chosen, style, root) -> str:
     device = "cpu" if chosen[0].device.startswith("cpu-") else "cuda"
+    repository = results.repo_root()
+    place = root.relative_to(repository).as_posix() if root.is_relative_to(repository) else "ROOT"  # no path of mine
+    out = {".": "", "runs/tiny": " -p size tiny"}.get(place, f" -p out {place}")
     groups, lines = {}, ["make install"]
     for one in chosen:
         grids = list(before_after.own_grids(one.rows).values())
@@ -206,13 +209,15 @@ def _commands(chosen, style, own) -> str:
             more += f" -p grids grids{i}.jsonl"
             batches = [json.dumps({"grid_thw": grid}) for grid in json.loads(grids)]
             lines += [f"cat > grids{i}.jsonl <<'EOF'", *batches, "EOF"]
-        lines.append(f".venv/bin/python -m vitkit run {' '.join(notebooks)} -p device {device}{more}")
+        lines.append(f".venv/bin/python -m vitkit run {' '.join(notebooks)} -p device {device}{more}{out}")
     if any(len(before_after.plain(one.rows, "published")) for one in chosen):
         lines.append(f".venv/bin/python -m vitkit rotary --device {device}")
     ids = "".join(f" --run {one.run_id}" for one in chosen)
-    place = "" if own else " --root ROOT"
-    lines.append(f".venv/bin/python -m vitkit writeup --style {style} --device {chosen[0].device}{ids}{place}")
+    where = "" if place == "." else f" --root {place}"
+    lines.append(f".venv/bin/python -m vitkit writeup --style {style} --device {chosen[0].device}{ids}{where}")
     prompt = "<!-- Rows do not tell the other parameters: add those that you gave (such as -p size). -->"
+    if place == "ROOT":
+        prompt = f"<!-- ROOT: the folder that -p out named. -->\n{prompt}"
     return "\n".join(["```", *lines, "```"]) + f"\n\n{prompt}"
 
 
